@@ -1,0 +1,212 @@
+package taskbox
+
+import (
+	"context"
+	"database/sql"
+	"fmt"
+	"strconv"
+)
+
+// migrations lists the schema's versions in order; version n is the state after
+// migrations[:n]. The list is append-only: a migration that has been released is
+// never edited, because files in the field have run it.
+var migrations = []string{schemaV1}
+
+// schemaVersion is the version that this library writes and reads.
+var schemaVersion = len(migrations)
+
+// schemaV1 is the first schema. The status check is a chain of ORs because an IN
+// list builds a temporary index for each statement, which costs a claim a fifth of
+// its speed; the most frequent states come first.
+const schemaV1 = `
+create table main.task_outbox (
+	id            integer primary key autoincrement, -- never used twice
+	event_type    text    not null -- names the handler
+	                      check (length(event_type) between 1 and 200),
+	status        text    not null default 'pending'
+	                      check (status = 'picked' or status = 'success' or status = 'pending'
+	                          or status = 'processing' or status = 'retry_wait' or status = 'scheduled'
+	                          or status = 'dead_letter' or status = 'skipped' or status = 'cancelled'),
+	retry_count   integer not null default 0, -- retries that have been scheduled
+	next_run_at   integer not null default (cast(unixepoch('subsec') * 1000 as integer)), -- due at, Unix ms
+	created_at    integer not null default (cast(unixepoch('subsec') * 1000 as integer)), -- Unix ms
+	updated_at    integer not null default (cast(unixepoch('subsec') * 1000 as integer)), -- last change, Unix ms
+	priority      integer not null default 0, -- the higher, the sooner, among tasks of one type
+	dedupe_key    text    check (length(dedupe_key) between 1 and 500), -- one live task per key
+	group_key     text    check (length(group_key) between 1 and 500), -- one at a time, in order of id
+	trace_id      text    not null default (lower(hex(randomblob(16)))),
+	max_attempts  integer check (max_attempts > 0), -- null: what the type or the queue says
+	expires_at    integer, -- not started later than this, Unix ms; null: never too late
+	parent_id     integer, -- the task whose handler enqueued this one
+	attempt       integer not null default 0, -- executions begun, less those given back
+	fence         integer not null default 0, -- claims, never given back; each write of an attempt carries it
+	version       integer not null default 0, -- seq of the last audit row
+	lost_count    integer not null default 0, -- executions that ended with their process
+	blocked       integer not null default 0, -- 1: waits behind its group's first task
+	owner         text, -- the poller that holds the task, while picked or processing
+	lease_until   integer, -- the hold ends unless it is renewed, Unix ms
+	finished_at   integer, -- when it became success, dead_letter, skipped or cancelled, Unix ms
+	last_error    text,
+	-- The last column, so that reading the others of a large task doesn't read it.
+	payload       text    not null check (json_valid(payload))
+) strict;
+
+create index main.task_due on task_outbox (event_type, priority desc, next_run_at)
+	where status = 'pending' and blocked = 0;
+create index main.task_scheduled on task_outbox (next_run_at) where status = 'scheduled';
+create index main.task_retry on task_outbox (next_run_at) where status = 'retry_wait';
+create index main.task_held on task_outbox (owner) where owner is not null;
+create index main.task_dead on task_outbox (event_type) where status = 'dead_letter';
+create index main.task_group on task_outbox (group_key) where group_key is not null and finished_at is null;
+create index main.task_blocked on task_outbox (event_type) where blocked = 1;
+create unique index main.task_key on task_outbox (dedupe_key) where dedupe_key is not null and finished_at is null;
+
+-- A duplicate of a live key inserts nothing and is no error, whoever inserts it.
+create trigger main.task_duplicate before insert on task_outbox
+	when new.dedupe_key is not null
+begin
+	select raise(ignore) where exists (
+		select 1 from task_outbox where dedupe_key = new.dedupe_key and finished_at is null);
+end;
+
+create table main.task_audit (
+	task_id integer not null, -- 0: the queue as a whole
+	seq     integer not null, -- 1, 2, 3 … for each task
+	event   text    not null, -- what happened: picked, processing, success …
+	at      integer not null, -- Unix ms
+	attempt integer, -- the execution that it belongs to
+	owner   text, -- the poller that picked the task
+	actor   text, -- who did it by hand; null: the queue
+	reason  text, -- why it was done by hand
+	detail  text, -- JSON: error, class, cause, stack, timings
+	primary key (task_id, seq)
+) strict, without rowid;
+
+create index main.task_audit_manual on task_audit (at) where actor is not null;
+
+create trigger main.task_audit_no_update before update on task_audit
+begin
+	select raise(abort, 'task_audit is append-only');
+end;
+create trigger main.task_audit_no_delete before delete on task_audit
+	when exists (select 1 from task_outbox where id = old.task_id)
+begin
+	select raise(abort, 'task_audit is append-only while its task exists');
+end;
+
+create table main.task_stats (
+	minute      integer not null, -- Unix minutes
+	event_type  text    not null,
+	picked      integer not null default 0, -- claims
+	success     integer not null default 0,
+	retried     integer not null default 0, -- failures that wait for a retry
+	dead        integer not null default 0, -- failures that became dead letters
+	lost        integer not null default 0, -- executions that ended with their process
+	released    integer not null default 0, -- given back or put off, at no cost
+	skipped     integer not null default 0,
+	cancelled   integer not null default 0,
+	wait_ms     integer not null default 0, -- sum over picked: from due to picked
+	run_ms      integer not null default 0, -- sum over success, retried and dead: from start to end
+	-- Counts by duration: above the bound before, up to this one, in ms.
+	wait_1 integer not null default 0, wait_5 integer not null default 0, wait_10 integer not null default 0,
+	wait_50 integer not null default 0, wait_100 integer not null default 0, wait_500 integer not null default 0,
+	wait_1000 integer not null default 0, wait_5000 integer not null default 0, wait_30000 integer not null default 0,
+	wait_120000 integer not null default 0, wait_600000 integer not null default 0, wait_inf integer not null default 0,
+	run_1 integer not null default 0, run_5 integer not null default 0, run_10 integer not null default 0,
+	run_50 integer not null default 0, run_100 integer not null default 0, run_500 integer not null default 0,
+	run_1000 integer not null default 0, run_5000 integer not null default 0, run_30000 integer not null default 0,
+	run_120000 integer not null default 0, run_600000 integer not null default 0, run_inf integer not null default 0,
+	primary key (minute, event_type)
+) strict, without rowid;
+
+-- A task's history in order. The row itself is the witness of its creation, and of
+-- its becoming due unless that was an event of its own.
+create view main.task_trail as
+select task_id, seq, event, strftime('%Y-%m-%dT%H:%M:%fZ', at / 1000.0, 'unixepoch') as time,
+	attempt, owner, actor, reason, detail, at
+from (
+	select id as task_id, -1 as seq, 'created' as event, created_at as at,
+		null as attempt, null as owner, null as actor, null as reason,
+		json_object('type', event_type, 'trace_id', trace_id, 'parent_id', parent_id) as detail
+	from main.task_outbox
+	union all
+	select id, 0, case when exists (
+			select 1 from main.task_audit where task_id = id and seq = 1 and event in ('queued', 'scheduled'))
+			or version = 0 and (status = 'scheduled' or status = 'pending' and next_run_at > created_at)
+		then 'scheduled' else 'queued' end,
+		created_at, null, null, null, null, null
+	from main.task_outbox
+	union all
+	select task_id, seq, event, at, attempt, owner, actor, reason, detail
+	from main.task_audit
+)
+order by task_id, seq;
+`
+
+const (
+	metaTableSQL = `
+create table if not exists main.task_meta (
+	key   text primary key, -- schema_version, poller:<owner>, …
+	value text not null
+) strict, without rowid`
+
+	readVersionSQL = `select value from main.task_meta where key = 'schema_version'`
+
+	writeVersionSQL = `
+insert into main.task_meta (key, value) values ('schema_version', ?)
+on conflict (key) do update set value = excluded.value`
+
+	hasMetaSQL = `select count(*) from main.sqlite_schema where type = 'table' and name = 'task_meta'`
+)
+
+// migrate brings the file to schemaVersion. It reads first, so that a file that is
+// up to date is opened without a write; the version is read again under the write
+// lock, because another process may migrate at the same time.
+func (q *Queue) migrate(ctx context.Context) error {
+	have, err := readVersion(ctx, q.db)
+	if err != nil || have == schemaVersion {
+		return err
+	}
+	return q.Tx(ctx, func(ctx context.Context, tx *sql.Tx) error {
+		have, err := readVersion(ctx, tx)
+		if err != nil || have == schemaVersion {
+			return err
+		}
+		return applyMigrations(ctx, tx, have)
+	})
+}
+
+func applyMigrations(ctx context.Context, tx *sql.Tx, have int) error {
+	if _, err := tx.ExecContext(ctx, metaTableSQL); err != nil {
+		return err
+	}
+	for v := have; v < schemaVersion; v++ {
+		if _, err := tx.ExecContext(ctx, migrations[v]); err != nil {
+			return fmt.Errorf("upgrade the schema to version %d: %w", v+1, err)
+		}
+	}
+	_, err := tx.ExecContext(ctx, writeVersionSQL, strconv.Itoa(schemaVersion))
+	return err
+}
+
+// readVersion returns the schema version of the file: 0 where there are no tables
+// yet, [ErrNewerSchema] where a newer library has been at work.
+func readVersion(ctx context.Context, db Tx) (int, error) {
+	var n int
+	if err := db.QueryRowContext(ctx, hasMetaSQL).Scan(&n); err != nil || n == 0 {
+		return 0, err
+	}
+	var text string
+	err := db.QueryRowContext(ctx, readVersionSQL).Scan(&text)
+	if err != nil {
+		return 0, fmt.Errorf("the table task_meta has no schema_version; is it another program's? %w", err)
+	}
+	have, err := strconv.Atoi(text)
+	if err != nil || have < 1 {
+		return 0, fmt.Errorf("task_meta: schema_version is %q, want a number from 1 to %d", text, schemaVersion)
+	}
+	if have > schemaVersion {
+		return 0, fmt.Errorf("%w: the file has version %d, this library knows up to %d; upgrade the library", ErrNewerSchema, have, schemaVersion)
+	}
+	return have, nil
+}

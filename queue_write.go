@@ -1,0 +1,224 @@
+package taskbox
+
+import (
+	"context"
+	"database/sql"
+	"encoding/json"
+	"strings"
+	"unicode/utf8"
+)
+
+// Bounds of what an attempt leaves on the trail, in bytes.
+const (
+	maxErrorText = 4 << 10
+	maxStackText = 8 << 10
+)
+
+// A write is one transaction of the queue's own. It collects the audit rows and the
+// minute's figures on the way and writes them at its end, in few statements.
+type write struct {
+	ctx     context.Context
+	tx      *sql.Tx
+	stmts   *stmts
+	now     int64
+	used    map[string]*sql.Stmt
+	missing []string // texts that weren't prepared; to be made good after the transaction
+	audit   []auditRow
+	stats   map[statsKey]*statsRow
+}
+
+// auditRow is a row of task_audit, and what the log says beside it.
+type auditRow struct {
+	h       *held
+	seq     int64
+	event   string
+	at      int64
+	attempt int
+	owner   string
+	detail  *detail
+}
+
+// detail is the JSON in the column of the same name. Empty fields are left out.
+type detail struct {
+	Cause   string   `json:"cause,omitempty"`
+	Error   string   `json:"error,omitempty"`
+	Class   string   `json:"class,omitempty"`
+	Types   []string `json:"types,omitempty"`
+	Stack   string   `json:"stack,omitempty"`
+	Next    int64    `json:"next_run_at,omitempty"`
+	WasHeld string   `json:"owner,omitempty"`
+	quoting bool     // the error's text may quote the payload: not for the log
+}
+
+// begin starts a write transaction on conn and takes the lock.
+func (q *Queue) begin(ctx context.Context, conn txBeginner) (*write, error) {
+	tx, err := conn.BeginTx(ctx, nil)
+	if err != nil {
+		return nil, err
+	}
+	w := &write{ctx: ctx, tx: tx, stmts: q.stmts, used: map[string]*sql.Stmt{}, stats: map[statsKey]*statsRow{}}
+	if _, err := w.exec(lockSQL); err != nil {
+		tx.Rollback()
+		return nil, err
+	}
+	w.now = q.now() // after the wait for the lock
+	return w, nil
+}
+
+// txBeginner is a *sql.DB or a *sql.Conn.
+type txBeginner interface {
+	BeginTx(context.Context, *sql.TxOptions) (*sql.Tx, error)
+}
+
+func (w *write) stmt(text string) (*sql.Stmt, error) {
+	if st, ok := w.used[text]; ok {
+		return st, nil
+	}
+	var st *sql.Stmt
+	var err error
+	if known := w.stmts.get(text); known != nil {
+		st = w.tx.StmtContext(w.ctx, known)
+	} else {
+		w.missing = append(w.missing, text)
+		st, err = w.tx.PrepareContext(w.ctx, text)
+	}
+	if err == nil {
+		w.used[text] = st
+	}
+	return st, err
+}
+
+// exec runs a statement and returns how many rows it changed.
+func (w *write) exec(text string, args ...any) (int64, error) {
+	st, err := w.stmt(text)
+	if err != nil {
+		return 0, err
+	}
+	res, err := st.ExecContext(w.ctx, args...)
+	if err != nil {
+		return 0, err
+	}
+	return res.RowsAffected()
+}
+
+func (w *write) query(text string, args ...any) (*sql.Rows, error) {
+	st, err := w.stmt(text)
+	if err != nil {
+		return nil, err
+	}
+	return st.QueryContext(w.ctx, args...)
+}
+
+func (w *write) queryRow(text string, args []any, dest ...any) error {
+	st, err := w.stmt(text)
+	if err != nil {
+		return err
+	}
+	return st.QueryRowContext(w.ctx, args...).Scan(dest...)
+}
+
+// record notes an event of a task; its row goes in with the others at the end.
+func (w *write) record(h *held, event string, at int64, d *detail) {
+	h.version++
+	w.audit = append(w.audit, auditRow{h: h, seq: h.version, event: event, at: at, attempt: h.attempt, detail: d})
+}
+
+// commit writes what was collected and commits. After an error the caller calls
+// abort: all is rolled back, or in doubt.
+func (w *write) commit() error {
+	if err := w.writeAudit(); err != nil {
+		return err
+	}
+	if err := w.writeStats(); err != nil {
+		return err
+	}
+	return w.tx.Commit()
+}
+
+// abort rolls back and takes the tasks in memory back to where they were.
+func (w *write) abort() {
+	w.tx.Rollback()
+	for _, r := range w.audit {
+		r.h.version--
+	}
+}
+
+var insertAudit = newBatch(`
+insert into main.task_audit (task_id, seq, event, at, attempt, owner, detail)
+values `, "(?, ?, ?, ?, ?, ?, ?)", "")
+
+func (w *write) writeAudit() error {
+	args := make([]any, 0, 7*insertAudit.largest())
+	return inBatches(w.audit, func(rows []auditRow) error {
+		args = args[:0]
+		for i := range rows {
+			r := &rows[i]
+			text, err := r.detail.text()
+			if err != nil {
+				return err
+			}
+			args = append(args, r.h.id, r.seq, r.event, r.at, orNull(r.attempt), orNull(r.owner), text)
+		}
+		_, err := w.exec(insertAudit.text(len(rows)), args...)
+		return err
+	})
+}
+
+func (d *detail) text() (any, error) {
+	if d == nil {
+		return nil, nil
+	}
+	b, err := json.Marshal(d)
+	return string(b), err
+}
+
+// clip shortens text to at most n bytes and makes it valid UTF-8.
+func clip(s string, n int) string {
+	s = strings.ToValidUTF8(s, "\uFFFD")
+	if len(s) <= n {
+		return s
+	}
+	for n > 0 && !utf8.RuneStart(s[n]) {
+		n--
+	}
+	return s[:n] + "…"
+}
+
+// batchSizes are the numbers of rows that one statement takes. Few sizes mean few
+// prepared statements; a batch of 64 costs a third less a row than 64 statements.
+var batchSizes = [...]int{64, 16, 4, 1}
+
+// A batch is a statement over many rows, with one text for each size.
+type batch struct{ texts [len(batchSizes)]string }
+
+func newBatch(head, row, tail string) *batch {
+	b := new(batch)
+	for i, n := range batchSizes {
+		b.texts[i] = head + strings.Repeat(row+", ", n-1) + row + tail
+	}
+	return b
+}
+
+func (b *batch) largest() int { return batchSizes[0] }
+
+func (b *batch) text(rows int) string {
+	for i, n := range batchSizes {
+		if n == rows {
+			return b.texts[i]
+		}
+	}
+	panic("taskbox: no statement for a batch of this size")
+}
+
+// inBatches calls fn with the items in pieces of the batch sizes, largest first.
+func inBatches[T any](items []T, fn func([]T) error) error {
+	for _, n := range batchSizes {
+		for len(items) >= n {
+			if err := fn(items[:n]); err != nil {
+				return err
+			}
+			items = items[n:]
+		}
+	}
+	return nil
+}
