@@ -118,6 +118,7 @@ func newPoller(ctx context.Context, q *Queue, drain bool) *poller {
 	}
 	p.ctx, p.cancel = context.WithCancelCause(context.WithoutCancel(ctx))
 	p.beatAt = time.Now()
+	p.tide.rested = p.beatAt
 	if !drain {
 		p.pruneAt = p.beatAt.Add(time.Second)
 	}

@@ -13,48 +13,68 @@ const (
 	politeFor   = 100 * time.Millisecond
 	politeBatch = 32
 	politePause = time.Millisecond
-	// gateBatch bounds a turn while others wait at the gate.
-	gateBatch = 64
+	// gateBatch bounds a turn while others pass the gate: with it they wait for about
+	// half a millisecond.
+	gateBatch = 48
+	// crowdTurns is for how many turns in a row somebody else in this process must
+	// have a connection before it is taken for a writer that waits for the lock.
+	crowdTurns = 3
+	// breathAfter is how long the loop may take the lock again and again before it
+	// rests for breath. SQLite's waiters sleep for up to 100 ms between two tries, and
+	// give up after busy_timeout, usually 5 s: so none of another process goes away
+	// with nothing.
+	breathAfter = 3 * time.Second
+	breath      = 105 * time.Millisecond
 )
 
 // tide is whether other writers are about.
 type tide struct {
-	until   time.Time // polite until then
+	until   time.Time // polite until then, or in small turns behind the gate
 	version int64     // PRAGMA data_version at the last turn
 	commits uint64    // through the gate, at the last turn
 	own     uint64    // commits of this loop since then
+	foreign bool      // they don't stand in line at the gate
+	busy    int       // turns in a row that found others with a connection
+	rested  time.Time // when the lock was last left alone for a while
 }
 
 // batch is how many outcomes and claims the next turn may write.
 func (p *poller) batch() int {
 	switch {
-	case p.polite():
-		return politeBatch
-	case p.q.gate != nil && p.q.gate.waiting() > 0:
+	case !time.Now().Before(p.tide.until):
+		return maxBatch
+	case p.q.gate != nil && !p.tide.foreign:
 		return gateBatch
 	}
-	return maxBatch
+	return politeBatch
 }
-
-func (p *poller) polite() bool { return time.Now().Before(p.tide.until) }
 
 // giveWay leaves the lock to others between two turns, if there are others.
 func (p *poller) giveWay(done <-chan struct{}) {
+	now := time.Now()
 	if p.othersWrote() {
-		p.tide.until = time.Now().Add(politeFor)
+		p.tide.until = now.Add(politeFor)
 	}
-	if p.polite() {
-		t := time.NewTimer(politePause)
-		defer t.Stop()
-		select {
-		case <-t.C:
-		case <-done:
-		}
+	switch {
+	case p.batch() == politeBatch:
+		p.leave(politePause, done)
+	case now.Sub(p.tide.rested) > breathAfter:
+		p.leave(breath, done)
 	}
 }
 
-// othersWrote tells whether anybody has written, or is about to, who doesn't stand in
-// line at the gate.
+// leave leaves the lock alone for a while.
+func (p *poller) leave(d time.Duration, done <-chan struct{}) {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+	case <-done:
+	}
+	p.tide.rested = time.Now()
+}
+
+// othersWrote tells whether anybody else has written, or seems about to.
 func (p *poller) othersWrote() bool {
 	crowd := p.waker.crowd.Swap(false)
 	if p.foreign == nil {
@@ -64,11 +84,26 @@ func (p *poller) othersWrote() bool {
 	if err := p.foreign.QueryRowContext(context.Background()).Scan(&p.tide.version); err != nil {
 		return crowd // the next turn will meet the error and tell it
 	}
+	wrote := before.version != 0 && p.tide.version != before.version
 	if g := p.q.gate; g != nil {
 		p.tide.commits, p.tide.own = g.commits.Load(), 0
-		return p.tide.version != before.version && p.tide.commits == before.commits+before.own
+		passed := p.tide.commits != before.commits+before.own
+		// Who doesn't stand in line at the gate is another process.
+		p.tide.foreign = wrote && !passed
+		return wrote || passed || g.waiting() > 0
 	}
-	return crowd || before.version != 0 && p.tide.version != before.version
+	return wrote || crowd || p.crowded()
+}
+
+// crowded tells whether others in this process have been holding a connection for
+// some turns: perhaps they wait for the lock, and SQLite tells nobody.
+func (p *poller) crowded() bool {
+	if p.q.db.Stats().InUse <= 1 {
+		p.tide.busy = 0
+		return false
+	}
+	p.tide.busy++
+	return p.tide.busy >= crowdTurns
 }
 
 const (

@@ -21,7 +21,10 @@ const (
 	// enqueueLooks is how often the poller looks when a task may be about to appear:
 	// an application that enqueues in its own transaction commits it a moment later,
 	// and nobody tells us.
-	enqueueLooks = 200 + slowLooks
+	enqueueLooks = 240 + slowLooks
+	// spinLooks are the first of these, with no pause at all: most applications
+	// commit at once.
+	spinLooks = 40
 	// changeLooks is the same after the file was written to: a commit is visible a
 	// moment, and perhaps a sync of the disk, after its last write.
 	changeLooks = 20 + slowLooks
@@ -102,7 +105,11 @@ func (p *poller) wait(done <-chan struct{}) {
 	d := p.untilNext()
 	if n := p.waker.eager.Load(); n > 0 && p.room() > 0 {
 		p.waker.eager.CompareAndSwap(n, n-1)
-		if n > slowLooks {
+		switch {
+		case n > enqueueLooks-spinLooks:
+			runtime.Gosched()
+			return
+		case n > slowLooks:
 			p.pause()
 			return
 		}
@@ -116,6 +123,7 @@ func (p *poller) wait(done <-chan struct{}) {
 	case <-done:
 	}
 	p.sight.fresh = false
+	p.tide.rested = time.Now() // long enough or not: a loop that waits isn't greedy
 }
 
 // untilNext is the time to the next thing that the loop knows of.

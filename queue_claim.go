@@ -50,25 +50,25 @@ update main.task_outbox set status = 'skipped', version = ?, updated_at = ?, fin
 where id = ?`
 
 	promoteScheduledSQL = `
-select id, version, event_type, trace_id, attempt from main.task_outbox
+select id, version, event_type, trace_id from main.task_outbox
 where status = 'scheduled' and next_run_at <= ?
 order by next_run_at limit ?`
 
 	promoteRetrySQL = `
-select id, version, event_type, trace_id, attempt from main.task_outbox
+select id, version, event_type, trace_id from main.task_outbox
 where status = 'retry_wait' and next_run_at <= ?
 order by next_run_at limit ?`
 )
 
 var (
 	claimBatch = newBatch(`
-update main.task_outbox
+update or fail main.task_outbox
 set status = 'picked', attempt = attempt + 1, fence = fence + 1, version = version + 1,
 	owner = ?, lease_until = ?, updated_at = ?
 where id in (`, "?", ")")
 
 	promoteBatch = newBatch(`
-update main.task_outbox set status = 'pending', version = version + 1, updated_at = ?
+update or fail main.task_outbox set status = 'pending', version = version + 1, updated_at = ?
 where id in (`, "?", ")")
 )
 
@@ -84,7 +84,7 @@ func (w *write) promote(query string) (int, error) {
 	}
 	hs, err := scanAll(rows, func(h *held) []any {
 		h.typ = new(taskType)
-		return []any{&h.id, &h.version, &h.typ.name, &h.traceID, &h.attempt}
+		return []any{&h.id, &h.version, &h.typ.name, &h.traceID}
 	})
 	if err != nil {
 		return 0, err

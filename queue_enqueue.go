@@ -35,6 +35,8 @@ type Draft struct {
 type Receipt struct {
 	// ID is the task's id; for a duplicate, that of the task that holds the key.
 	ID int64
+	// TraceID is the trace that the task is under.
+	TraceID string
 	// Duplicate is true when a live task has the same key, and nothing was inserted.
 	Duplicate bool
 }
@@ -174,7 +176,7 @@ on conflict do nothing
 returning id`
 
 	liveKeySQL = `
-select id from main.task_outbox
+select id, trace_id from main.task_outbox
 where dedupe_key = ? and finished_at is null`
 )
 
@@ -283,7 +285,9 @@ func (q *Queue) enqueueAlone(ctx context.Context, db pool, ds []Draft) ([]Receip
 		return nil, explainBusy(err)
 	}
 	defer tx.Rollback() // does nothing after a commit
-	rs, err := insertAll(ctx, q.inserter(ctx, tx), ds, q.now())
+	in := q.inserter(ctx, tx)
+	in.own = true
+	rs, err := insertAll(ctx, in, ds, q.now())
 	if err != nil {
 		return nil, explainBusy(err)
 	}
@@ -297,7 +301,8 @@ func (q *Queue) enqueueAlone(ctx context.Context, db pool, ds []Draft) ([]Receip
 // inserter runs the insert statements through tx, prepared where tx can do that.
 type inserter struct {
 	Tx
-	insert, keyed *sql.Stmt // nil: by text
+	insert *sql.Stmt // nil: by text
+	own    bool      // the transaction is ours, and rolled back on an error
 }
 
 // stmtTx is a *sql.Tx, or what embeds one.
@@ -315,45 +320,55 @@ func (q *Queue) inserter(ctx context.Context, tx Tx) inserter {
 	return in
 }
 
-// insertAll inserts all drafts or none: many of them under a savepoint, so that an
-// application that commits in spite of an error commits no part of them.
+// insertAll inserts all drafts or none.
 func insertAll(ctx context.Context, in inserter, ds []Draft, now int64) ([]Receipt, error) {
 	if err := checkAlive(ctx, in.Tx, len(ds)); err != nil {
 		return nil, err
 	}
-	rs := make([]Receipt, len(ds))
-	if len(ds) == 1 {
-		r, err := in.one(ctx, &ds[0], now)
-		rs[0] = r
-		return rs, err
+	if len(ds) == 1 || in.own {
+		return in.each(ctx, ds, now)
 	}
+	// A savepoint, so that an application that commits in spite of an error commits
+	// no part of them.
 	if _, err := in.ExecContext(ctx, "savepoint taskbox_enqueue"); err != nil {
 		return nil, err
 	}
+	rs, err := in.each(ctx, ds, now)
+	if err != nil {
+		_, err2 := in.ExecContext(ctx, "rollback to taskbox_enqueue")
+		_, err3 := in.ExecContext(ctx, "release taskbox_enqueue")
+		return nil, errors.Join(err, err2, err3)
+	}
+	_, err = in.ExecContext(ctx, "release taskbox_enqueue")
+	return rs, err
+}
+
+func (in *inserter) each(ctx context.Context, ds []Draft, now int64) ([]Receipt, error) {
+	rs := make([]Receipt, len(ds))
 	for i := range ds {
 		r, err := in.one(ctx, &ds[i], now)
+		if err != nil && len(ds) > 1 {
+			err = fmt.Errorf("task %d: %w", i+1, err)
+		}
 		if err != nil {
-			_, err2 := in.ExecContext(ctx, "rollback to taskbox_enqueue")
-			_, err3 := in.ExecContext(ctx, "release taskbox_enqueue")
-			return nil, errors.Join(fmt.Errorf("task %d: %w", i+1, err), err2, err3)
+			return nil, err
 		}
 		rs[i] = r
 	}
-	_, err := in.ExecContext(ctx, "release taskbox_enqueue")
-	return rs, err
+	return rs, nil
 }
 
 func (in *inserter) one(ctx context.Context, d *Draft, now int64) (Receipt, error) {
 	args := d.row(now)
 	if d.key != "" {
-		return in.oneKeyed(ctx, d.key, args)
+		return in.oneKeyed(ctx, d, args)
 	}
 	res, err := in.exec(ctx, args)
 	if err != nil {
 		return Receipt{}, explainInsert(err)
 	}
 	id, err := res.LastInsertId()
-	return Receipt{ID: id}, err
+	return Receipt{ID: id, TraceID: d.traceID}, err
 }
 
 // exec falls back to text where tx belongs to another pool on the same file than
@@ -369,15 +384,15 @@ func (in *inserter) exec(ctx context.Context, args []any) (sql.Result, error) {
 	return in.ExecContext(ctx, insertSQL, args...)
 }
 
-func (in *inserter) oneKeyed(ctx context.Context, key string, args []any) (Receipt, error) {
-	var r Receipt
+func (in *inserter) oneKeyed(ctx context.Context, d *Draft, args []any) (Receipt, error) {
+	r := Receipt{TraceID: d.traceID}
 	err := in.QueryRowContext(ctx, insertKeyedSQL, args...).Scan(&r.ID)
 	if !errors.Is(err, sql.ErrNoRows) {
 		return r, explainInsert(err)
 	}
 	r.Duplicate = true
-	if err := in.QueryRowContext(ctx, liveKeySQL, key).Scan(&r.ID); err != nil {
-		return Receipt{}, fmt.Errorf("find the task with the key %q: %w", key, err)
+	if err := in.QueryRowContext(ctx, liveKeySQL, d.key).Scan(&r.ID, &r.TraceID); err != nil {
+		return Receipt{}, fmt.Errorf("find the task with the key %q: %w", d.key, err)
 	}
 	return r, nil
 }

@@ -25,14 +25,14 @@ var (
 	// succeedBatch ends attempts as successes. The version stands in the condition
 	// too: who is about to write the next row of a trail must know the last one.
 	succeedBatch = newBatch(`
-update main.task_outbox as t
+update or fail main.task_outbox as t
 set status = 'success', version = v.column4, finished_at = v.column3, updated_at = v.column3,
 	owner = null, lease_until = null
 from (values `, "(?, ?, ?, ?, ?)", `) as v
 where t.id = v.column1 and t.fence = v.column2 and t.version = v.column5 and t.owner = ?`)
 
 	markBatch = newBatch(`
-update main.task_outbox as t
+update or fail main.task_outbox as t
 set status = 'processing', version = t.version + 1, updated_at = v.column3
 from (values `, "(?, ?, ?, ?)", `) as v
 where t.id = v.column1 and t.fence = v.column2 and t.version = v.column4 and t.owner = ? and t.status = 'picked'`)

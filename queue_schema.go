@@ -17,7 +17,8 @@ var schemaVersion = len(migrations)
 
 // schemaV1 is the first schema. The status check is a chain of ORs because an IN
 // list builds a temporary index for each statement, which costs a claim a fifth of
-// its speed; the most frequent states come first.
+// its speed; the most frequent states come first. julianday, because unixepoch has
+// milliseconds since SQLite 3.42 only, and Debian 12's shell and Python are older.
 const schemaV1 = `
 create table main.task_outbox (
 	id            integer primary key autoincrement, -- never used twice
@@ -28,9 +29,9 @@ create table main.task_outbox (
 	                          or status = 'processing' or status = 'retry_wait' or status = 'scheduled'
 	                          or status = 'dead_letter' or status = 'skipped' or status = 'cancelled'),
 	retry_count   integer not null default 0, -- retries that have been scheduled
-	next_run_at   integer not null default (cast(unixepoch('subsec') * 1000 as integer)), -- due at, Unix ms
-	created_at    integer not null default (cast(unixepoch('subsec') * 1000 as integer)), -- Unix ms
-	updated_at    integer not null default (cast(unixepoch('subsec') * 1000 as integer)), -- last change, Unix ms
+	next_run_at   integer not null default (cast(round((julianday('now') - 2440587.5) * 86400000) as integer)), -- due at, Unix ms
+	created_at    integer not null default (cast(round((julianday('now') - 2440587.5) * 86400000) as integer)), -- Unix ms
+	updated_at    integer not null default (cast(round((julianday('now') - 2440587.5) * 86400000) as integer)), -- last change, Unix ms
 	priority      integer not null default 0, -- the higher, the sooner, among tasks of one type
 	dedupe_key    text    check (length(dedupe_key) between 1 and 500), -- one live task per key
 	group_key     text    check (length(group_key) between 1 and 500), -- one at a time, in order of id
