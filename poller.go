@@ -225,7 +225,7 @@ func (p *poller) ended() (bool, error) {
 	switch {
 	case !p.stopping():
 		return p.drain && held == 0 && p.sight.fresh && !p.claimable, nil
-	case held == 0:
+	case held+running == 0:
 		return true, nil
 	case now.Before(p.stopAt):
 		return false, nil
@@ -234,7 +234,7 @@ func (p *poller) ended() (bool, error) {
 		return false, nil
 	case now.Before(p.stopAt.Add(stuckAfter)):
 		return false, nil
-	case running > 0 && running == held-unwritten && unwritten == 0:
+	case running > 0 && unwritten == 0:
 		return true, p.abandon()
 	case running > 0 && !p.trouble.lasting():
 		return false, nil

@@ -60,11 +60,18 @@ set status = ?, version = ?, updated_at = ?, finished_at = ?, attempt = attempt 
 	lost_count = lost_count + ?, last_error = coalesce(?, last_error), owner = null, lease_until = null
 where id = ? and owner = ? and fence = ?`
 
-	rebaseSQL = `
+	rebaseRetrySQL = `
 update main.task_outbox set next_run_at = ?1 + (next_run_at - updated_at), updated_at = ?1
 where id in (
 	select id from main.task_outbox
 	where status = 'retry_wait' and next_run_at > ?1 and updated_at > ?1 + 1000 limit 500)`
+
+	// rebaseSnoozedSQL knows a snoozed task by its having been claimed before.
+	rebaseSnoozedSQL = `
+update main.task_outbox set next_run_at = ?1 + (next_run_at - updated_at), updated_at = ?1
+where id in (
+	select id from main.task_outbox
+	where status = 'scheduled' and fence > 0 and next_run_at > ?1 and updated_at > ?1 + 1000 limit 500)`
 )
 
 // keepAlive is the heartbeat: it renews our leases, finds those that we have lost,
@@ -163,7 +170,7 @@ func (p *poller) dropReady(h *held) {
 	if slices.ContainsFunc(s.ready, is) || slices.ContainsFunc(p.suspects, is) {
 		s.ready = slices.DeleteFunc(s.ready, is)
 		p.suspects = slices.DeleteFunc(p.suspects, is)
-		delete(p.held, h.id)
+		p.forget(h)
 		s.held--
 	}
 }
@@ -329,25 +336,27 @@ func (t *turn) startSuspect() error {
 	if _, err := h.decode(); err != nil {
 		return nil // it will be a dead letter without having been processing
 	}
-	before := h.started
-	h.started = t.now
-	if err := t.mark([]*held{h}, t.p.owner); err != nil {
-		h.started = before
-		return err
-	}
 	t.marks = append(t.marks, h)
-	return nil
+	return t.mark([]*held{h}, t.p.owner)
 }
 
-// rebaseRetries moves retries that were planned by a clock which has been put back
-// since: what was to happen in ten minutes is to happen in ten minutes.
+// rebaseRetries moves retries and snoozes that were planned by a clock which has been
+// put back since: what was to happen in ten minutes is to happen in ten minutes. What
+// was enqueued for a time is left to the wall clock.
 func (t *turn) rebaseRetries() error {
 	if !t.p.rebase {
 		return nil
 	}
-	n, err := t.exec(rebaseSQL, t.now)
-	t.p.rebase = n > 0
-	return err
+	left := int64(0)
+	for _, query := range []string{rebaseRetrySQL, rebaseSnoozedSQL} {
+		n, err := t.exec(query, t.now)
+		if err != nil {
+			return err
+		}
+		left += n
+	}
+	t.p.rebase = left > 0
+	return nil
 }
 
 // A clockReading holds the wall clock against the monotonic one.

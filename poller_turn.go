@@ -131,20 +131,20 @@ func (t *turn) markLong() error {
 	if !passed(t.p.markAt, time.Now()) {
 		return nil
 	}
-	t.marks = t.p.unmarked(t.now - markAfter.Milliseconds())
+	t.marks = t.p.unmarked(time.Now().Add(-markAfter))
 	return t.mark(t.marks, t.p.owner)
 }
 
 // unmarked returns the running tasks that have started before a time, and plans the
 // next look at the others.
-func (p *poller) unmarked(before int64) (hs []*held) {
+func (p *poller) unmarked(before time.Time) (hs []*held) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	rest := false
 	for _, h := range p.held {
 		switch {
 		case h.marked || h.cancel == nil || h.ended:
-		case h.started <= before:
+		case !h.began.After(before):
 			hs = append(hs, h)
 		default:
 			rest = true
@@ -165,10 +165,10 @@ func (p *poller) giveBack(h *held, begun bool, cause string) {
 
 // giveBackReady lets others run what was claimed before a time and still waits for
 // one of our workers; it tells whether anything waits on. The caller holds mu.
-func (p *poller) giveBackReady(before int64) (waiting bool) {
+func (p *poller) giveBackReady(before time.Time) (waiting bool) {
 	for _, s := range p.order {
 		n := 0
-		for n < len(s.ready) && s.ready[n].picked <= before {
+		for n < len(s.ready) && !s.ready[n].claimed.After(before) {
 			p.giveBack(s.ready[n], false, "no worker came free")
 			n++
 		}
@@ -261,6 +261,9 @@ func (t *turn) committed() {
 	if t.suspect != nil {
 		p.suspects = slices.DeleteFunc(p.suspects, func(h *held) bool { return h == t.suspect })
 		p.lastStart = time.Now()
+		p.mu.Lock()
+		t.suspect.started = t.now // not before: a turn that fails begins again
+		p.mu.Unlock()
 	}
 	p.begin(t.claimed, t.suspect)
 	p.claimable = t.more && p.room() > 0 && !p.stopping()
@@ -273,6 +276,11 @@ func (p *poller) begin(hs []*held, suspect *held) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, h := range hs {
+		if old := p.held[h.id]; old != nil && old.cancel != nil {
+			// It was taken from us, and its handler hasn't noticed yet.
+			old.gone = true
+			old.cancel(ErrLeaseLost)
+		}
 		p.held[h.id] = h
 		s := p.slotOf(h.typ)
 		s.held++
@@ -322,8 +330,10 @@ func levelOf(event string) slog.Level {
 
 func (r *auditRow) attrs() []slog.Attr {
 	as := []slog.Attr{
-		slog.Int64("task", r.h.id), slog.String("type", r.h.typ.name),
-		slog.Int("attempt", r.attempt), slog.String("trace", r.h.traceID),
+		slog.Int64("task", r.h.id), slog.String("type", r.h.typ.name), slog.String("trace", r.h.traceID),
+	}
+	if r.attempt != 0 {
+		as = append(as, slog.Int("attempt", r.attempt))
 	}
 	if d := r.detail; d != nil {
 		if d.quoting {

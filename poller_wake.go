@@ -132,7 +132,9 @@ func (p *poller) untilNext() time.Duration {
 	if p.room() > 0 {
 		d = p.tick()
 		if p.sight.next != 0 {
-			d = min(d, time.Duration(p.sight.next-p.q.now())*time.Millisecond)
+			// In milliseconds: a time thousands of years away overflows a Duration.
+			ms := max(0, p.sight.next-p.q.now())
+			d = time.Duration(min(ms, d.Milliseconds())) * time.Millisecond
 		}
 	}
 	for _, t := range []time.Time{p.beatAt, p.markAt, p.suspectAt(), p.stopStep(), p.pruneAt} {

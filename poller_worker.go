@@ -64,7 +64,7 @@ func (p *poller) work(h *held) {
 	defer func() {
 		// A handler that ends its goroutine (runtime.Goexit, t.FailNow) ends up here.
 		if h != nil {
-			if next := p.finish(p.q.outcomeOf(h, errGoexit, p.q.now())); next != nil {
+			if next := p.finish(p.gone(h)); next != nil {
 				p.wg.Go(func() { p.work(next) })
 			}
 		}
@@ -73,6 +73,18 @@ func (p *poller) work(h *held) {
 		o := p.attempt(h)
 		h = p.finish(o)
 	}
+}
+
+// gone is the outcome of a task whose handler, or whose decoding, ended the goroutine.
+func (p *poller) gone(h *held) outcome {
+	now := p.q.now()
+	switch {
+	case h.started == 0:
+		return p.q.undecodable(h, &DecodeError{Type: h.typ.name, Err: errGoexit}, now)
+	case errors.Is(context.Cause(p.ctx), ErrStopping):
+		return givenBack(h, true, "shutdown", now)
+	}
+	return p.q.outcomeOf(h, errGoexit, now)
 }
 
 var errGoexit = errors.New("the handler ended its goroutine (runtime.Goexit) instead of returning")
@@ -86,6 +98,7 @@ func (p *poller) attempt(h *held) outcome {
 	ctx, cancel := context.WithCancelCause(context.WithValue(p.ctx, heldKey{}, h))
 	defer cancel(nil)
 	p.mu.Lock()
+	h.began = time.Now()
 	if h.started == 0 { // a suspect's start is recorded before
 		h.started = p.q.now()
 	}
@@ -136,6 +149,14 @@ func (p *poller) finish(o outcome) *held {
 // process could run them.
 const quickRun = 10 * time.Millisecond
 
+// forget drops a task from those held, unless it has been claimed again since. The
+// caller holds mu.
+func (p *poller) forget(h *held) {
+	if p.held[h.id] == h {
+		delete(p.held, h.id)
+	}
+}
+
 // settled forgets the tasks whose outcomes are in the file.
 func (p *poller) settled(os []outcome) {
 	p.mu.Lock()
@@ -146,7 +167,7 @@ func (p *poller) settled(os []outcome) {
 	for i := range os {
 		o := &os[i]
 		s := p.slotOf(o.h.typ)
-		delete(p.held, o.h.id)
+		p.forget(o.h)
 		s.held--
 		if o.worked {
 			s.ended--

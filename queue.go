@@ -77,8 +77,8 @@ type Options struct {
 	KeepAudit time.Duration
 	// Logger receives one record for each transition of a task: at level Debug for
 	// the usual ones, Warn for retries and losses, Error for dead letters. Its keys
-	// are task, type, attempt, trace and, where they apply, error, class and next.
-	// Payloads are never logged. nil: [slog.Default].
+	// are task, type, trace and, where they apply, attempt, cause, error, class and
+	// next. Payloads are never logged. nil: [slog.Default].
 	Logger *slog.Logger
 }
 

@@ -2,6 +2,7 @@ package taskbox
 
 import (
 	"database/sql"
+	"time"
 )
 
 const (
@@ -174,7 +175,7 @@ func (w *write) take(hs []*held, owner string, lease int64) error {
 			args = append(args, h.id)
 			h.fence++
 			h.attempt++
-			h.picked = w.now
+			h.picked, h.claimed = w.now, time.Now()
 			h.due = max(h.priorDue, h.created)
 			w.record(h, "picked", w.now, nil)
 			w.audit[len(w.audit)-1].owner = owner

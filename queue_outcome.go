@@ -1,6 +1,7 @@
 package taskbox
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -251,7 +252,7 @@ func (w *write) mark(hs []*held, owner string) error {
 	return inBatches(hs, func(part []*held) error {
 		args := make([]any, 0, 4*len(part)+1)
 		for _, h := range part {
-			args = append(args, h.id, h.fence, h.started, h.version)
+			args = append(args, h.id, h.fence, cmp.Or(h.started, w.now), h.version)
 		}
 		n, err := w.exec(markBatch.text(len(part)), append(args, owner)...)
 		if err != nil {
@@ -272,7 +273,7 @@ func (w *write) marked(part []*held, owner string, all bool) error {
 				continue
 			}
 		}
-		w.record(h, "processing", h.started, nil)
+		w.record(h, "processing", cmp.Or(h.started, w.now), nil)
 	}
 	return nil
 }
@@ -316,8 +317,11 @@ func (q *Queue) retryOrBury(o *outcome, v verdict) {
 
 func describe(err error, v verdict) *detail {
 	d := &detail{Error: clip(textOf(err), maxErrorText), Class: v.class.String(), Types: errorTypes(err)}
-	if p, ok := errors.AsType[*PanicError](err); ok {
-		d.Stack = clip(string(p.Stack), maxStackText)
+	// Not by errors.As: a method of the handler's error may panic, see children.
+	for e := range tree(err) {
+		if p, ok := e.(*PanicError); ok && d.Stack == "" {
+			d.Stack = clip(string(p.Stack), maxStackText)
+		}
 	}
 	return d
 }

@@ -132,11 +132,12 @@ from (
 	from main.task_outbox
 	union all
 	select id, 0, case when exists (
-			select 1 from main.task_audit where task_id = id and seq = 1 and event in ('queued', 'scheduled'))
+			select 1 from main.task_audit where task_id = id and seq = 1 and event = 'queued')
 			or version = 0 and (status = 'scheduled' or status = 'pending' and next_run_at > created_at)
 		then 'scheduled' else 'queued' end,
 		created_at, null, null, null, null, null
 	from main.task_outbox
+	where not exists (select 1 from main.task_audit where task_id = id and seq = 1 and event = 'scheduled')
 	union all
 	select task_id, seq, event, at, attempt, owner, actor, reason, detail
 	from main.task_audit

@@ -48,6 +48,8 @@ type held struct {
 	parentID  int64
 
 	picked  int64                   // Unix ms
+	claimed time.Time               // by the monotonic clock
+	began   time.Time               // the same, of its handler; the poller's mu
 	started int64                   // Unix ms, 0 before; the poller's mu
 	marked  bool                    // recorded as processing; the writer loop
 	cancel  context.CancelCauseFunc // set while it runs; the poller's mu
