@@ -57,6 +57,7 @@ type poller struct {
 	lastStart  time.Time // of a suspect
 	markAt     time.Time // zero: nothing to mark
 	beatAt     time.Time
+	lastBeat   time.Time
 	pruneAt    time.Time
 	pruner     pruner
 	observed   map[string]observation // other owners' leases

@@ -90,6 +90,10 @@ func (t *turn) keepAlive() error {
 	if err != nil {
 		return err
 	}
+	if t.waited > t.p.beatEvery()/2 || time.Since(t.p.lastBeat) > t.p.beatEvery()*3/2 {
+		// While nobody could write, or we weren't there to see it, nobody was silent.
+		clear(t.p.observed)
+	}
 	orphans := t.compare(rows)
 	for _, id := range orphans {
 		if err := t.recoverOwn(id); err != nil {

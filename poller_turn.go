@@ -72,6 +72,7 @@ type turn struct {
 	claimed  []*held
 	suspect  *held // starts when the turn is committed
 	beat     bool
+	waited   time.Duration // for the write lock
 	sight    sight
 	more     bool // there was more to claim, and room
 }
@@ -79,7 +80,9 @@ type turn struct {
 func (p *poller) turn() error {
 	defer func() { p.wrote.Store(time.Now().UnixNano()) }()
 	t := turn{p: p, outcomes: p.takeOutcomes(), beat: passed(p.beatAt, time.Now())}
+	start := time.Now()
 	w, err := p.q.begin(context.Background(), p.source())
+	t.waited = time.Since(start)
 	if err != nil {
 		p.keepOutcomes(t.outcomes)
 		return err
@@ -255,7 +258,8 @@ func (t *turn) committed() {
 	p.settled(t.outcomes)
 	p.loseAll(t.gone)
 	if t.beat {
-		p.beatAt = time.Now().Add(p.beatEvery())
+		p.lastBeat = time.Now()
+		p.beatAt = p.lastBeat.Add(p.beatEvery())
 	}
 	p.sight = t.sight
 	if t.suspect != nil {

@@ -140,7 +140,7 @@ func (w *write) sift(h *held) (bool, error) {
 		w.record(h, "scheduled", w.now, nil)
 		_, err := w.exec(parkSQL, h.version, w.now, h.id)
 		return false, err
-	case h.expires != 0 && h.expires < w.now:
+	case h.attempt == 0 && h.expires != 0 && h.expires < w.now:
 		w.record(h, "skipped", w.now, &detail{Cause: "expired before it was started"})
 		w.count(h.typ.name).skipped++
 		if _, err := w.exec(expireSQL, h.version, w.now, w.now, h.id); err != nil {

@@ -66,7 +66,7 @@ func At(t time.Time) EnqueueOption {
 	return func(d *Draft) { d.at = d.millis("due time", t) }
 }
 
-// Expires ends the task as skipped if it hasn't been started before t.
+// Expires ends the task as skipped if its first attempt hasn't been started before t.
 func Expires(t time.Time) EnqueueOption {
 	return func(d *Draft) { d.expiresAt = d.millis("expiry", t) }
 }
@@ -86,8 +86,9 @@ func ExpiresIn(d time.Duration) EnqueueOption {
 func Priority(p int) EnqueueOption { return func(d *Draft) { d.priority = int64(p) } }
 
 // Group runs the tasks with the same group key one at a time, in the order in which
-// they were enqueued, over all processes. A task that waits for its retry holds up
-// those behind it; one that ended, as a dead letter too, doesn't. 1 to 500 bytes.
+// they were enqueued, over all processes and types. The first holds up those behind
+// it whatever it waits for: its due time, a retry, a handler; one that ended, as a
+// dead letter too, doesn't. 1 to 500 bytes.
 func Group(key string) EnqueueOption {
 	return func(d *Draft) { d.group = key; d.check(validName("group", key, maxKeyLength)) }
 }
@@ -165,11 +166,13 @@ func (d *Draft) millis(what string, t time.Time) int64 {
 	return cmp.Or(t.UnixMilli(), 1) // 0 stands for no time at all
 }
 
+// Statements that go through the caller's transaction have plain parameters: bun
+// counts numbered ones its own way.
 const (
 	insertSQL = `
 insert into main.task_outbox (event_type, payload, status, priority, next_run_at, created_at, updated_at,
 	dedupe_key, group_key, trace_id, max_attempts, expires_at, parent_id)
-values (?1, ?2, ?3, ?4, ?5, ?6, ?6, ?7, ?8, ?9, ?10, ?11, ?12)`
+values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`
 
 	insertKeyedSQL = insertSQL + `
 on conflict do nothing
@@ -411,7 +414,7 @@ func (d *Draft) row(now int64) []any {
 	if d.expiresIn > 0 {
 		expires = addMillis(now, d.expiresIn)
 	}
-	return []any{d.typ, d.payload, status, d.priority, due, now,
+	return []any{d.typ, d.payload, status, d.priority, due, now, now,
 		orNull(d.key), orNull(d.group), d.traceID, orNull(d.attempts), orNull(expires), orNull(d.parentID)}
 }
 

@@ -61,7 +61,8 @@ func (q *Queue) cutoffs(now int64) (done, dead int64) {
 
 // sweep looks at the next tasks; end tells that the walk is over.
 func (p *pruner) sweep(ctx context.Context) (found []expired, end bool, err error) {
-	done, dead := p.q.cutoffs(p.q.now())
+	now := p.q.now()
+	done, dead := p.q.cutoffs(now)
 	rows, err := p.q.db.QueryContext(ctx, sweepSQL, p.cursor, pruneScan)
 	if err != nil {
 		return nil, false, err
@@ -75,7 +76,8 @@ func (p *pruner) sweep(ctx context.Context) (found []expired, end bool, err erro
 		if err := rows.Scan(&e.id, &status, &e.finished, &created); err != nil {
 			return nil, false, err
 		}
-		if created > max(done, dead) {
+		// A time in the future was written by a clock that was wrong: it says nothing.
+		if created > max(done, dead) && created <= now {
 			return found, true, nil
 		}
 		n, p.cursor = n+1, e.id

@@ -64,8 +64,10 @@ func (r *statsRow) end(o *outcome) {
 		r.dead++
 	case "skipped":
 		r.skipped++
+		return
 	default:
 		r.released++
+		return
 	}
 	if o.begun {
 		ms := max(0, o.at-o.h.started)

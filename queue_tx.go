@@ -11,7 +11,7 @@ import (
 )
 
 // Tx is what [Queue.Enqueue] inserts through: the application's transaction
-// (*sql.Tx, or what wraps one: sqlx, bun, ent, sqlc's DBTX …), or a *sql.DB or
+// (*sql.Tx, or what wraps one: sqlx, bun, sqlc's DBTX …), or a *sql.DB or
 // *sql.Conn where the insert is to be a transaction of its own.
 type Tx interface {
 	ExecContext(ctx context.Context, query string, args ...any) (sql.Result, error)
