@@ -60,6 +60,9 @@ func (q *Queue) tryTx(ctx context.Context, fn func(context.Context, *sql.Tx) err
 		return err
 	}
 	if err := tx.Commit(); err != nil {
+		if errors.Is(err, sql.ErrTxDone) && ctx.Err() != nil {
+			return ctx.Err() // database/sql has rolled back because of it
+		}
 		return err
 	}
 	q.wake()
