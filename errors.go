@@ -66,6 +66,11 @@ var (
 	// running on the same [Queue].
 	ErrRunning = errors.New("taskbox: queue is already running")
 
+	// ErrFileMoved is logged by [Queue.Run] when the database file was deleted,
+	// renamed or replaced under it: it claims nothing, and goes on when the file is
+	// back. Where it isn't, stop the program and open the right file.
+	ErrFileMoved = errors.New("taskbox: the file was moved or deleted")
+
 	// ErrStuck is returned by [Queue.Run] when handlers ignored their cancelled
 	// context. Their tasks were given back and will run again; the goroutines are
 	// still there, so the process had better end.

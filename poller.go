@@ -55,6 +55,7 @@ type poller struct {
 	rotation   int  // which type is served first
 	suspects   []*held
 	lastStart  time.Time // of a suspect
+	suspected  int       // how many there were when the last came
 	markAt     time.Time // zero: nothing to mark
 	beatAt     time.Time
 	lastBeat   time.Time
@@ -156,6 +157,11 @@ func (p *poller) loop(ctx context.Context) error {
 func (p *poller) step() error {
 	if err := p.open(); err != nil {
 		return err
+	}
+	if passed(p.beatAt, time.Now()) {
+		if err := p.q.checkFile(); err != nil {
+			return err
+		}
 	}
 	p.watchClock()
 	if !p.mustWrite() && p.room() > 0 && !p.stopping() {
@@ -266,7 +272,8 @@ func (p *poller) abandon() error {
 
 // rest waits after trouble, longer each time it stays the same.
 func (p *poller) rest(done <-chan struct{}, err error) {
-	d := p.trouble.met(err, p.log)
+	// Shorter than a heartbeat: when the lock comes free, others must see that we live.
+	d := min(p.trouble.met(err, p.log), p.beatEvery()/2)
 	p.disconnect(err)
 	t := time.NewTimer(d)
 	defer t.Stop()

@@ -20,6 +20,8 @@ const (
 	// suspectGap is the time between the starts of two tasks that were running when
 	// their process died: if one of them kills this one too, it is known which.
 	suspectGap = 10 * time.Millisecond
+	// suspectWindow is the time in which all of them are to have started.
+	suspectWindow = 500 * time.Millisecond
 	// maxRecovered bounds the tasks of a dead owner that one turn takes over.
 	maxRecovered = 256
 )
@@ -230,6 +232,7 @@ func (t *turn) recoverFrom(owner string) error {
 			return err
 		}
 	}
+	t.unfinished = t.unfinished || len(hs) == maxRecovered
 	return nil
 }
 
@@ -330,18 +333,30 @@ func (p *poller) suspectAt() time.Time {
 	return p.lastStart.Add(suspectGap)
 }
 
-// startSuspect records one suspect as processing; it starts after the commit.
-func (t *turn) startSuspect() error {
+// startSuspects records the next suspects as processing; they start after the commit.
+// Even their payloads are decoded after it, since that may be what kills the process.
+func (t *turn) startSuspects() error {
 	if !t.p.canStartSuspect(time.Now()) {
 		return nil
 	}
-	h := t.p.suspects[0]
-	t.suspect = h
-	if _, err := h.decode(); err != nil {
-		return nil // it will be a dead letter without having been processing
+	t.suspects = t.p.nextSuspects()
+	t.marks = append(t.marks, t.suspects...)
+	return t.mark(t.suspects, t.p.owner)
+}
+
+// nextSuspects are those that start together: one, or, where there are so many that
+// one after the other would take longer than suspectWindow, a few.
+func (p *poller) nextSuspects() []*held {
+	if p.suspects[0].lost >= maxLost-1 {
+		return slices.Clone(p.suspects[:1])
 	}
-	t.marks = append(t.marks, h)
-	return t.mark([]*held{h}, t.p.owner)
+	n := 1 + p.suspected/int(suspectWindow/suspectGap)
+	for i, h := range p.suspects {
+		if i == n || h.lost >= maxLost-1 {
+			return slices.Clone(p.suspects[:i])
+		}
+	}
+	return slices.Clone(p.suspects)
 }
 
 // rebaseRetries moves retries and snoozes that were planned by a clock which has been

@@ -65,16 +65,17 @@ func (q *Queue) typeOf(name string) *taskType {
 // marks what takes long, and claims what there is room for.
 type turn struct {
 	*write
-	p        *poller
-	outcomes []outcome
-	gone     []*held // leases that were lost
-	marks    []*held
-	claimed  []*held
-	suspect  *held // starts when the turn is committed
-	beat     bool
-	waited   time.Duration // for the write lock
-	sight    sight
-	more     bool // there was more to claim, and room
+	p          *poller
+	outcomes   []outcome
+	gone       []*held // leases that were lost
+	marks      []*held
+	claimed    []*held
+	suspects   []*held // start when the turn is committed
+	beat       bool
+	unfinished bool          // the heartbeat has more to do
+	waited     time.Duration // for the write lock
+	sight      sight
+	more       bool // there was more to claim, and room
 }
 
 func (p *poller) turn() error {
@@ -120,7 +121,7 @@ func (t *turn) fill() (err error) {
 	if t.gone, err = t.settle(t.outcomes, t.p.owner); err != nil {
 		return err
 	}
-	for _, step := range []func() error{t.keepAlive, t.markLong, t.startSuspect, t.claimAll} {
+	for _, step := range []func() error{t.keepAlive, t.markLong, t.startSuspects, t.claimAll} {
 		if err := step(); err != nil {
 			return err
 		}
@@ -260,23 +261,37 @@ func (t *turn) committed() {
 	if t.beat {
 		p.lastBeat = time.Now()
 		p.beatAt = p.lastBeat.Add(p.beatEvery())
+		if t.unfinished {
+			p.beatAt = p.lastBeat
+		}
 	}
 	p.sight = t.sight
-	if t.suspect != nil {
-		p.suspects = slices.DeleteFunc(p.suspects, func(h *held) bool { return h == t.suspect })
-		p.lastStart = time.Now()
-		p.mu.Lock()
-		t.suspect.started = t.now // not before: a turn that fails begins again
-		p.mu.Unlock()
-	}
-	p.begin(t.claimed, t.suspect)
+	p.free(t.suspects, t.now)
+	p.begin(t.claimed)
 	p.claimable = t.more && p.room() > 0 && !p.stopping()
 	t.logAll()
 }
 
+// free lets suspects start that are recorded as processing; until then they haven't
+// started, because a turn that fails begins again.
+func (p *poller) free(hs []*held, now int64) {
+	if len(hs) == 0 {
+		return
+	}
+	p.lastStart = time.Now()
+	p.suspects = slices.DeleteFunc(p.suspects, func(h *held) bool { return slices.Contains(hs, h) })
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, h := range hs {
+		h.started = now
+		s := p.slotOf(h.typ)
+		s.ready = append([]*held{h}, s.ready...)
+	}
+}
+
 // begin hands claimed tasks to the workers; those that have been lost before wait
 // until they may start, see canStartSuspect.
-func (p *poller) begin(hs []*held, suspect *held) {
+func (p *poller) begin(hs []*held) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, h := range hs {
@@ -290,17 +305,14 @@ func (p *poller) begin(hs []*held, suspect *held) {
 		s.held++
 		if h.lost > 0 {
 			p.suspects = append(p.suspects, h)
+			p.suspected = len(p.suspects)
 			slices.SortStableFunc(p.suspects, func(a, b *held) int { return a.lost - b.lost })
 		} else {
 			s.ready = append(s.ready, h)
 		}
 	}
-	if suspect != nil {
-		s := p.slotOf(suspect.typ)
-		s.ready = append([]*held{suspect}, s.ready...)
-	}
 	p.launch()
-	if p.running > 0 && p.markAt.IsZero() {
+	if len(hs) > 0 && p.markAt.IsZero() {
 		p.markAt = time.Now().Add(markAfter)
 	}
 }

@@ -129,7 +129,7 @@ func (p *poller) wait(done <-chan struct{}) {
 // untilNext is the time to the next thing that the loop knows of.
 func (p *poller) untilNext() time.Duration {
 	d := waitCap
-	if p.room() > 0 {
+	if p.room() > 0 && !p.stopping() {
 		d = p.tick()
 		if p.sight.next != 0 {
 			// In milliseconds: a time thousands of years away overflows a Duration.

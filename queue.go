@@ -14,6 +14,7 @@ import (
 	"database/sql"
 	"fmt"
 	"log/slog"
+	"os"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -122,7 +123,8 @@ func (o Options) validate() error {
 type Queue struct {
 	db    *sql.DB
 	pool  poolInfo
-	gate  *gate // nil unless db is from [OpenDB]
+	info  os.FileInfo // of the file when it was opened; nil in memory
+	gate  *gate       // nil unless db is from [OpenDB]
 	opts  Options
 	stmts *stmts
 	clock func() time.Time // time.Now, but for tests of clocks that jump
@@ -160,6 +162,11 @@ func New(ctx context.Context, db *sql.DB, o Options) (*Queue, error) {
 	if err := q.migrate(ctx); err != nil {
 		return nil, fmt.Errorf("open the queue in %s: %w", q.file(), explainBusy(err))
 	}
+	if pool.path != "" {
+		if q.info, err = os.Stat(pool.path); err != nil {
+			return nil, fmt.Errorf("open the queue: %w", err)
+		}
+	}
 	if err := q.stmts.prepare(ctx, insertSQL); err != nil {
 		return nil, fmt.Errorf("open the queue in %s: %w", q.file(), err)
 	}
@@ -170,6 +177,23 @@ func New(ctx context.Context, db *sql.DB, o Options) (*Queue, error) {
 func (q *Queue) now() int64 { return q.clock().UnixMilli() }
 
 func (q *Queue) file() string { return cmp.Or(q.pool.path, "memory") }
+
+// checkFile returns [ErrFileMoved] when the path doesn't lead to the file any more
+// that was opened. It only asks for the file's identity: opening it would drop
+// SQLite's locks.
+func (q *Queue) checkFile() error {
+	if q.info == nil {
+		return nil
+	}
+	info, err := os.Stat(q.pool.path)
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrFileMoved, err)
+	}
+	if !os.SameFile(info, q.info) {
+		return fmt.Errorf("%w: another file is at %s now", ErrFileMoved, q.pool.path)
+	}
+	return nil
+}
 
 // A Type is a kind of task: a name and the type of its payload. Declare it once,
 // as a package variable, for the program that enqueues and the one that handles.

@@ -184,7 +184,7 @@ func (w *write) end(o outcome, owner string) (lost bool, err error) {
 		// A commit whose answer was lost may have brought it in already.
 		return !s.is(e.status, o.h.fence, o.h.version+o.rows()), nil
 	}
-	o.h.version = s.version
+	o.h.version, o.h.marked = s.version, s.status == "processing"
 	var finished, free, retried any = nil, 0, 0
 	if e.finished {
 		finished = o.at
@@ -237,10 +237,8 @@ func (w *write) trail(o *outcome) error {
 
 // trailOnce is trail, unless an earlier commit in doubt has brought the rows in.
 func (w *write) trailOnce(o *outcome) error {
-	var n int
-	err := w.queryRow(`select count(*) from main.task_audit where task_id = ? and seq = ?`,
-		[]any{o.h.id, o.h.version + 1}, &n)
-	if err != nil || n > 0 {
+	on, err := w.onTrail(o.h.id, o.h.version+1)
+	if err != nil || on {
 		return err
 	}
 	return w.trail(o)
@@ -265,11 +263,11 @@ func (w *write) mark(hs []*held, owner string) error {
 func (w *write) marked(part []*held, owner string, all bool) error {
 	for _, h := range part {
 		if !all {
-			s, err := w.standing(h.id)
+			mine, err := w.markedNow(h, owner)
 			if err != nil {
 				return err
 			}
-			if s.owner != owner || !s.is("processing", h.fence, h.version+1) {
+			if !mine {
 				continue
 			}
 		}
@@ -277,6 +275,29 @@ func (w *write) marked(part []*held, owner string, all bool) error {
 	}
 	return nil
 }
+
+// markedNow tells whether the statement before has marked the task: otherwise it isn't
+// ours, or a commit in doubt had done it, whose row stands on the trail already.
+func (w *write) markedNow(h *held, owner string) (bool, error) {
+	s, err := w.standing(h.id)
+	if err != nil || s.owner != owner || !s.is("processing", h.fence, h.version+1) {
+		return false, err
+	}
+	on, err := w.onTrail(h.id, h.version+1)
+	if on {
+		h.version, h.marked = s.version, true
+	}
+	return !on && err == nil, err
+}
+
+// onTrail tells whether a row of the trail is there.
+func (w *write) onTrail(id, seq int64) (on bool, err error) {
+	err = w.queryRow(onTrailSQL, []any{id, seq}, &on)
+	return on, err
+}
+
+const onTrailSQL = `
+select exists (select 1 from main.task_audit where task_id = ? and seq = ?)`
 
 // minSnooze keeps a handler that always snoozes from spinning.
 const minSnooze = 100 * time.Millisecond

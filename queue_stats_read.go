@@ -18,7 +18,7 @@ type statsReader struct {
 }
 
 // attemptSums are what rates and averages are made of.
-type attemptSums struct{ picked, good, bad, waitMS, runMS int64 }
+type attemptSums struct{ picked, good, bad, waitMS int64 }
 
 func (a *attemptSums) averageWait() time.Duration { return average(a.waitMS, a.picked) }
 

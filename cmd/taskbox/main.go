@@ -55,6 +55,9 @@ type command struct {
 func commands() []command {
 	return []command{
 		{"demo", "run a small shop whose downstream misbehaves, and watch its tasks", runDemo},
+		{"bench", "measure the queue on this machine, beside the same SQL without it", func(ctx context.Context, args []string, std stdio) error {
+			return runBench(ctx, args, std.out, std.err)
+		}},
 		{"migrate", "create or upgrade the queue's tables in a file", runMigrate},
 		{"version", "print the version", runVersion},
 		{"help", "print this list, or with a command's name its flags", runHelp},
