@@ -295,10 +295,12 @@ func (p *poller) begin(hs []*held) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, h := range hs {
-		if old := p.held[h.id]; old != nil && old.cancel != nil {
+		if old := p.held[h.id]; old != nil {
 			// It was taken from us, and its handler hasn't noticed yet.
 			old.gone = true
-			old.cancel(ErrLeaseLost)
+			if old.cancel != nil {
+				old.cancel(ErrLeaseLost)
+			}
 		}
 		p.held[h.id] = h
 		s := p.slotOf(h.typ)

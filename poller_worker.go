@@ -103,6 +103,9 @@ func (p *poller) attempt(h *held) outcome {
 		h.started = p.q.now()
 	}
 	h.cancel = cancel
+	if h.gone {
+		cancel(ErrLeaseLost)
+	}
 	p.mu.Unlock()
 	if d := h.typ.opts.Timeout; d > 0 {
 		var stop context.CancelFunc

@@ -85,10 +85,18 @@ func amount(v float64) string {
 	return fmt.Sprintf("%.2g", v)
 }
 
+// percent writes a ratio, a large one as a multiple.
+func percent(ratio float64) string {
+	if ratio >= 10 {
+		return amount(ratio) + " ×"
+	}
+	return fmt.Sprintf("%.0f %%", ratio*100)
+}
+
 func (f figure) cells() string {
 	floor, ratio, met, cpu, floorCPU := "", "", "", "", ""
 	if f.Floor != 0 {
-		floor, ratio = amount(f.Floor)+f.Unit, fmt.Sprintf("%.0f %%", f.Ratio*100)
+		floor, ratio = amount(f.Floor)+f.Unit, percent(f.Ratio)
 	}
 	if f.Met != nil {
 		met = map[bool]string{true: "met", false: "MISSED"}[*f.Met]
@@ -132,7 +140,8 @@ func (b *bench) notes() string {
 		}
 	}
 	return fmt.Sprintf(`The floor is the same SQL without the queue, on one connection unless it says
-otherwise: drains in batches of %d or, where producers enqueue meanwhile, of %d.
+otherwise: drains in batches of %d or, where producers enqueue meanwhile, of %d; of
+latencies it is the transaction that claims the task.
 Handlers are empty and trails are complete. Rates are medians of %d. CPU each is the
 time of all cores that an operation took. The targets are for a machine whose floor
 drains 65,000 to 98,000 a second. Of %d targets %d were missed.
