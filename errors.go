@@ -87,6 +87,43 @@ var (
 	ErrStopping = errors.New("taskbox: poller is stopping")
 )
 
+// Errors of operations by hand.
+var (
+	// ErrActorRequired is returned when [By] doesn't say who and why.
+	ErrActorRequired = errors.New("taskbox: actor and reason are required")
+
+	// ErrConflict is returned when the task has changed since the caller looked, or
+	// when another living task has its key. The text names what has changed.
+	ErrConflict = errors.New("taskbox: the task has changed")
+
+	// ErrTaskRunning is returned for what can't be done to a task while it runs.
+	ErrTaskRunning = errors.New("taskbox: the task is running")
+
+	// ErrState is returned for what can't be done to a task in its state.
+	ErrState = errors.New("taskbox: wrong state")
+
+	// ErrRisk is returned by [Queue.Replay] for a task whose [Queue.Verdict] is
+	// [Unknown] or [Unsafe], unless [AcceptRisk] is given. The text has the reasons.
+	ErrRisk = errors.New("taskbox: a replay may repeat effects")
+
+	// ErrNoGroup is returned by [Queue.ResolveGroup] for an unknown fingerprint.
+	ErrNoGroup = errors.New("taskbox: no such error group")
+
+	// ErrNoStep is returned when the task has begun no step of that name.
+	ErrNoStep = errors.New("taskbox: no such step")
+)
+
+// Errors of steps.
+var (
+	// ErrInDoubt is in the error of [Step] when the step had begun in an earlier
+	// attempt and nobody knows whether it happened, for types that say [Park].
+	ErrInDoubt = errors.New("taskbox: step is in doubt")
+
+	// ErrNotCommitted is the error of an attempt whose handler called
+	// [Task.Complete] and returned nil, but whose transaction wasn't committed.
+	ErrNotCommitted = errors.New("taskbox: the transaction that completes the task wasn't committed")
+)
+
 // MaxRetryAfter is the longest wait that [RetryAfter] and [HTTPError] ask for; more is
 // cut to it, so that a bad header can't park a task for a year.
 const MaxRetryAfter = 24 * time.Hour

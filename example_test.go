@@ -164,11 +164,11 @@ func ExampleKey() {
 	if err := q.Drain(ctx); err != nil {
 		log.Fatal(err)
 	}
-	enqueue() // the first has ended, and its key is free again
+	enqueue() // the first has succeeded, and its key stays taken
 	// Output:
 	// task 1 duplicate false
 	// task 1 duplicate true
-	// task 2 duplicate false
+	// task 1 duplicate true
 }
 
 func ExampleGroup() {

@@ -59,6 +59,8 @@ type poller struct {
 	markAt     time.Time // zero: nothing to mark
 	beatAt     time.Time
 	lastBeat   time.Time
+	noticeAt   time.Time
+	noticed    int64 // PRAGMA data_version when tasks were last compared
 	pruneAt    time.Time
 	pruner     pruner
 	observed   map[string]observation // other owners' leases
@@ -69,14 +71,17 @@ type poller struct {
 	rebase     bool      // retries may be planned by a clock that was put back since
 	stopAt     time.Time // when the grace period ends; zero: not stopping
 
-	mu       sync.Mutex
-	closed   bool             // Run has returned; mu
-	held     map[int64]*held  // claimed and not yet settled; mu
-	slots    map[string]*slot // by type; mu
-	order    []*slot          // the same, for taking turns; mu
-	next     int              // index into order; mu
-	running  int              // workers busy; mu
-	outcomes []outcome        // to be settled; mu
+	mu         sync.Mutex
+	closed     bool             // Run has returned; mu
+	held       map[int64]*held  // claimed and not yet settled; mu
+	slots      map[string]*slot // by type; mu
+	order      []*slot          // the same, for taking turns; mu
+	next       int              // index into order; mu
+	running    int              // workers busy; mu
+	lastFinish time.Time        // of a worker; mu
+	outcomes   []outcome        // to be settled; mu
+	requests   []*request       // to be written for handlers; mu
+	over       bool             // nobody serves requests any more; mu
 }
 
 // Run claims and runs tasks until ctx is cancelled. Then it claims no more, gives
@@ -164,6 +169,7 @@ func (p *poller) step() error {
 		}
 	}
 	p.watchClock()
+	p.noticeOthers()
 	if !p.mustWrite() && p.room() > 0 && !p.stopping() {
 		if err := p.lookAround(); err != nil {
 			return err
@@ -185,7 +191,7 @@ func (p *poller) step() error {
 func (p *poller) mustWrite() bool {
 	now := time.Now()
 	p.mu.Lock()
-	outcomes := len(p.outcomes) > 0
+	outcomes := len(p.outcomes)+len(p.requests) > 0
 	p.mu.Unlock()
 	return outcomes || passed(p.beatAt, now) || passed(p.markAt, now) || p.canStartSuspect(now)
 }
@@ -247,6 +253,12 @@ func (p *poller) ended() (bool, error) {
 		return false, nil
 	}
 	if p.trouble.lasting() {
+		if running > 0 {
+			p.mu.Lock()
+			p.closed = true // nobody waits for them
+			p.mu.Unlock()
+			return true, fmt.Errorf("%w; %d tasks couldn't be settled and will run again: %w", ErrStuck, held, p.trouble.err)
+		}
 		return true, fmt.Errorf("stop: %d tasks couldn't be settled and will run again: %w", held, p.trouble.err)
 	}
 	return false, nil

@@ -47,13 +47,14 @@ type heldRow struct {
 
 const (
 	heldSQL = `
-select id, owner, fence, lease_until from main.task_outbox where owner is not null`
+select id, owner, fence, coalesce(lease_until, 0) from main.task_outbox where owner is not null`
 
 	renewSQL = `
 update main.task_outbox set lease_until = ? where owner = ?`
 
 	recoverSQL = `
-select id, version, fence, attempt, lost_count, status = 'picked', event_type, trace_id, coalesce(group_key, '')
+select id, version, fence, attempt, lost_count, status = 'picked', event_type, trace_id, coalesce(group_key, ''),
+	coalesce(dedupe_key, '')
 from main.task_outbox where owner = ?1 and (?2 = 0 or id = ?2) limit ?3`
 
 	takeOverSQL = `
@@ -141,7 +142,7 @@ func (t *turn) compare(rows []heldRow) (orphans []int64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for id, h := range p.held {
-		if fence, ok := fences[id]; (!ok || fence != h.fence) && !h.ended {
+		if fence, ok := fences[id]; (!ok || fence != h.fence) && !h.ended && !t.completed(h) {
 			t.gone = append(t.gone, h)
 		}
 		delete(fences, id)
@@ -150,6 +151,16 @@ func (t *turn) compare(rows []heldRow) (orphans []int64) {
 		orphans = append(orphans, id)
 	}
 	return orphans
+}
+
+// completed tells whether the task isn't held any more because its handler has
+// completed it. Where that can't be read, the next heartbeat asks again.
+func (t *turn) completed(h *held) bool {
+	if !h.completed {
+		return false
+	}
+	s, err := t.standing(h.id)
+	return err != nil || s.status == "success" && s.fence == h.fence
 }
 
 // loseAll cancels the handlers of tasks that aren't ours any more.
@@ -245,7 +256,7 @@ func (t *turn) recoverable(owner string, id int64) (hs []*held, picked []bool, e
 	defer rows.Close()
 	for rows.Next() {
 		h, notStarted := &held{typ: new(taskType)}, false
-		if err := rows.Scan(&h.id, &h.version, &h.fence, &h.attempt, &h.lost, &notStarted, &h.typ.name, &h.traceID, &h.group); err != nil {
+		if err := rows.Scan(&h.id, &h.version, &h.fence, &h.attempt, &h.lost, &notStarted, &h.typ.name, &h.traceID, &h.group, &h.key); err != nil {
 			return nil, nil, err
 		}
 		hs, picked = append(hs, h), append(picked, notStarted)
@@ -264,13 +275,25 @@ func (t *turn) recoverTask(h *held, owner string, picked bool) error {
 	case h.lost+1 < maxLost:
 		t.record(h, "lost", t.now, &detail{Cause: "its process ended or was silent for too long", WasHeld: owner})
 		t.count(h.typ.name).lost++
-		return t.takeOver(h, owner, "pending", 0, 1, nil)
+		if err := t.takeOver(h, owner, "pending", 0, 1, nil); err != nil {
+			return err
+		}
+		return t.failLost(h)
 	}
 	cause := fmt.Sprintf("lost %d times", maxLost)
 	t.record(h, "lost", t.now, &detail{Cause: "its process ended or was silent for too long", WasHeld: owner})
 	t.record(h, "dead_letter", t.now, &detail{Cause: cause})
 	t.count(h.typ.name).dead++
 	if err := t.takeOver(h, owner, "dead_letter", 0, 1, cause); err != nil {
+		return err
+	}
+	if typ := t.p.q.typeOf(h.typ.name); typ != nil {
+		h.typ = typ // otherwise nobody here knows its options
+	}
+	if err := t.keepKey(h, "dead_letter"); err != nil {
+		return err
+	}
+	if err := t.failLost(h); err != nil {
 		return err
 	}
 	return t.unblock(h.group)
@@ -285,7 +308,10 @@ func (t *turn) takeOver(h *held, owner, status string, free, lost int, lastError
 	if err == nil && n != 1 {
 		err = fmt.Errorf("take task %d over from %s: it changed under the write lock", h.id, owner)
 	}
-	return err
+	if err != nil {
+		return err
+	}
+	return t.unblock(h.group)
 }
 
 // recoverOwn gives back a claim of ours that nobody runs.
@@ -299,16 +325,38 @@ func (t *turn) recoverOwn(id int64) error {
 }
 
 // canStartSuspect tells whether the first of the suspects may start: one at a time,
-// a little apart, and one that was lost twice only while no other suspect runs.
+// a little apart, and one that was lost twice only while nothing else runs here.
 func (p *poller) canStartSuspect(now time.Time) bool {
 	if len(p.suspects) == 0 || p.stopping() {
 		return false
 	}
+	if p.suspects[0].lost >= maxLost-1 {
+		return p.quiet()
+	}
 	running, worst := p.runningSuspects()
-	if running == 0 {
+	return running == 0 || worst < maxLost-1 && !now.Before(p.lastStart.Add(suspectGap))
+}
+
+// quiet tells whether nothing runs here or is about to.
+func (p *poller) quiet() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, s := range p.order {
+		if len(s.ready) > 0 {
+			return false
+		}
+	}
+	return p.running == 0
+}
+
+// cautious tells whether nothing else is to be claimed: a task that was lost twice has
+// its last chance, or waits for it. If it is lost again, nothing else can have been why.
+func (p *poller) cautious() bool {
+	if len(p.suspects) > 0 && p.suspects[0].lost >= maxLost-1 {
 		return true
 	}
-	return p.suspects[0].lost < maxLost-1 && worst < maxLost-1 && !now.Before(p.lastStart.Add(suspectGap))
+	_, worst := p.runningSuspects()
+	return worst >= maxLost-1
 }
 
 func (p *poller) runningSuspects() (n, worst int) {
@@ -460,7 +508,7 @@ func (p *poller) retire() {
 	if !p.registered || p.closedNow() {
 		return
 	}
-	if _, err := p.q.db.ExecContext(context.Background(), dropPollerSQL, pollerPrefix+p.owner); err != nil {
+	if _, err := p.reader().ExecContext(context.Background(), dropPollerSQL, pollerPrefix+p.owner); err != nil {
 		p.log.Debug("taskbox: the poller's entry stays", "owner", p.owner, "error", err)
 	}
 }

@@ -18,6 +18,7 @@ import (
 	"time"
 
 	gocmp "github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
 	"github.com/taskbox-go/taskbox"
 )
 
@@ -574,7 +575,7 @@ func TestQueue_Run_Task(t *testing.T) {
 			CreatedAt: time.UnixMilli(f.int(`select created_at from task_outbox`))}
 		second := first
 		second.Attempt, second.Retry = 2, 1
-		if diff := gocmp.Diff([]taskbox.Task[order]{first, second}, got); diff != "" {
+		if diff := gocmp.Diff([]taskbox.Task[order]{first, second}, got, cmpopts.IgnoreUnexported(taskbox.Task[order]{})); diff != "" {
 			f.Errorf("tasks (-want +got):\n%s", diff)
 		}
 	})

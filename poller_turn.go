@@ -5,6 +5,7 @@ import (
 	"database/sql"
 	"encoding/json"
 	"log/slog"
+	"runtime"
 	"slices"
 	"time"
 )
@@ -19,7 +20,7 @@ type sight struct {
 // lookAround asks the file what is due, without a write.
 func (p *poller) lookAround() error {
 	var s sight
-	if err := s.scan(p.look.QueryRowContext(context.Background())); err != nil {
+	if err := s.scan(p.look.QueryRowContext(context.Background(), p.q.now())); err != nil {
 		return err
 	}
 	p.sight = s
@@ -67,6 +68,7 @@ type turn struct {
 	*write
 	p          *poller
 	outcomes   []outcome
+	requests   []*request
 	gone       []*held // leases that were lost
 	marks      []*held
 	claimed    []*held
@@ -80,24 +82,24 @@ type turn struct {
 
 func (p *poller) turn() error {
 	defer func() { p.wrote.Store(time.Now().UnixNano()) }()
-	t := turn{p: p, outcomes: p.takeOutcomes(), beat: passed(p.beatAt, time.Now())}
+	t := turn{p: p, outcomes: p.takeOutcomes(), requests: p.takeRequests(), beat: passed(p.beatAt, time.Now())}
 	start := time.Now()
 	w, err := p.q.begin(context.Background(), p.source())
 	t.waited = time.Since(start)
 	if err != nil {
-		p.keepOutcomes(t.outcomes)
+		p.keepOutcomes(t.outcomes, t.requests)
 		return err
 	}
 	t.write = w
 	if err := t.fill(); err != nil {
 		w.abort()
-		p.keepOutcomes(t.outcomes)
+		p.keepOutcomes(t.outcomes, t.requests)
 		p.beatAt = time.Now() // a commit in doubt may have left claims that nobody knows of
 		return err
 	}
 	p.tide.own++
 	t.committed()
-	return p.q.stmts.prepare(context.Background(), w.missing...)
+	return p.prepare(w.missing)
 }
 
 // takeOutcomes takes what the workers have ended, as much as one turn may write.
@@ -111,9 +113,10 @@ func (p *poller) takeOutcomes() []outcome {
 }
 
 // keepOutcomes puts them back after a turn that failed.
-func (p *poller) keepOutcomes(os []outcome) {
+func (p *poller) keepOutcomes(os []outcome, rs []*request) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	p.requests = append(rs, p.requests...)
 	p.outcomes = append(os, p.outcomes...)
 }
 
@@ -121,7 +124,7 @@ func (t *turn) fill() (err error) {
 	if t.gone, err = t.settle(t.outcomes, t.p.owner); err != nil {
 		return err
 	}
-	for _, step := range []func() error{t.keepAlive, t.markLong, t.startSuspects, t.claimAll} {
+	for _, step := range []func() error{t.serve, t.keepAlive, t.markLong, t.startSuspects, t.claimAll} {
 		if err := step(); err != nil {
 			return err
 		}
@@ -170,9 +173,10 @@ func (p *poller) giveBack(h *held, begun bool, cause string) {
 // giveBackReady lets others run what was claimed before a time and still waits for
 // one of our workers; it tells whether anything waits on. The caller holds mu.
 func (p *poller) giveBackReady(before time.Time) (waiting bool) {
+	stuck := p.lastFinish.Before(before)
 	for _, s := range p.order {
 		n := 0
-		for n < len(s.ready) && !s.ready[n].claimed.After(before) {
+		for stuck && n < len(s.ready) && !s.ready[n].claimed.After(before) {
 			p.giveBack(s.ready[n], false, "no worker came free")
 			n++
 		}
@@ -217,12 +221,17 @@ func (t *turn) claimAll() error {
 }
 
 func (t *turn) lookInside() error {
+	if t.p.sight.fresh && len(t.outcomes) == 0 && len(t.sight.types) == 0 && len(t.p.sight.types) > 0 {
+		t.sight = t.p.sight // a moment ago, in this step
+		t.p.sight.fresh = false
+		return nil
+	}
 	st, err := t.stmt(lookSQL)
 	if err != nil {
 		return err
 	}
 	t.sight = sight{}
-	return t.sight.scan(st.QueryRowContext(t.ctx))
+	return t.sight.scan(st.QueryRowContext(t.ctx, t.now))
 }
 
 func (t *turn) promoteAll() error {
@@ -257,6 +266,7 @@ func (t *turn) committed() {
 		h.marked = true
 	}
 	p.settled(t.outcomes)
+	p.answer(t.requests)
 	p.loseAll(t.gone)
 	if t.beat {
 		p.lastBeat = time.Now()
@@ -268,6 +278,9 @@ func (t *turn) committed() {
 	p.sight = t.sight
 	p.free(t.suspects, t.now)
 	p.begin(t.claimed)
+	if n := len(t.claimed); n > 0 && n < 4 {
+		runtime.Gosched() // a lone task's worker has this processor at once
+	}
 	p.claimable = t.more && p.room() > 0 && !p.stopping()
 	t.logAll()
 }

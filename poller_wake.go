@@ -39,6 +39,8 @@ type waker struct {
 	c     chan struct{} // capacity 1: a wake-up while one is pending says nothing new
 	eager atomic.Int32  // looks left to take in quick succession
 	crowd atomic.Bool   // an application's writer is about
+	// checkHeld asks for a heartbeat: a person may have ended a task that runs here.
+	checkHeld atomic.Bool
 }
 
 func newWaker() *waker { return &waker{c: make(chan struct{}, 1)} }
@@ -129,7 +131,7 @@ func (p *poller) wait(done <-chan struct{}) {
 // untilNext is the time to the next thing that the loop knows of.
 func (p *poller) untilNext() time.Duration {
 	d := waitCap
-	if p.room() > 0 && !p.stopping() {
+	if !p.stopping() && p.room() > 0 {
 		d = p.tick()
 		if p.sight.next != 0 {
 			// In milliseconds: a time thousands of years away overflows a Duration.
@@ -137,12 +139,22 @@ func (p *poller) untilNext() time.Duration {
 			d = time.Duration(min(ms, d.Milliseconds())) * time.Millisecond
 		}
 	}
+	if !p.stopping() && p.busy() {
+		d = min(d, 2*noticeEvery) // whoever cancels a task here is heard within a second
+	}
 	for _, t := range []time.Time{p.beatAt, p.markAt, p.suspectAt(), p.stopStep(), p.pruneAt} {
 		if !t.IsZero() {
 			d = min(d, time.Until(t))
 		}
 	}
 	return max(d, 0)
+}
+
+// busy tells whether tasks are held here, which a person may end elsewhere.
+func (p *poller) busy() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return len(p.held) > 0
 }
 
 // stopStep is when the stop goes a step further by itself.
@@ -212,6 +224,34 @@ func (p *poller) open() error {
 	return err
 }
 
+// querier is a *sql.DB or a *sql.Conn.
+type querier interface {
+	Tx
+	QueryContext(context.Context, string, ...any) (*sql.Rows, error)
+}
+
+// reader is what the loop's single statements go through: never the rest of the pool
+// where it has a connection, since the application may be keeping that.
+func (p *poller) reader() querier {
+	if p.conn != nil {
+		return p.conn
+	}
+	return p.q.db
+}
+
+// prepareFor bounds the wait for a connection to prepare statements on; without one
+// they are run as text.
+const prepareFor = 50 * time.Millisecond
+
+func (p *poller) prepare(texts []string) error {
+	ctx, cancel := context.WithTimeout(context.Background(), prepareFor)
+	defer cancel()
+	if err := p.q.stmts.prepare(ctx, texts...); err != nil && ctx.Err() == nil {
+		return err
+	}
+	return nil
+}
+
 // source is what the loop's transactions begin on.
 func (p *poller) source() txBeginner {
 	if p.conn != nil {
@@ -244,6 +284,7 @@ func (p *poller) closeConn() {
 func (p *poller) release() {
 	p.unwatch()
 	p.cancel(context.Canceled)
+	p.refuse()
 	p.retire()
 	p.closeConn()
 	if !p.closedNow() {

@@ -102,6 +102,7 @@ func (p *poller) attempt(h *held) outcome {
 	if h.started == 0 { // a suspect's start is recorded before
 		h.started = p.q.now()
 	}
+	h.p, h.steps = p, map[string]bool{}
 	h.cancel = cancel
 	if h.gone {
 		cancel(ErrLeaseLost)
@@ -133,7 +134,8 @@ func protect(ctx context.Context, call func(context.Context) error) (err error) 
 func (p *poller) finish(o outcome) *held {
 	p.mu.Lock()
 	s := p.slotOf(o.h.typ)
-	o.worked, o.h.ended = true, true
+	p.lastFinish = time.Now()
+	o.worked, o.h.ended, o.completed = true, true, o.h.completed
 	s.running--
 	s.ended++
 	p.running--
@@ -185,6 +187,9 @@ func (p *poller) settled(os []outcome) {
 // settled. What is claimed ahead of them is at most twice what they ended in the
 // last turn.
 func (p *poller) room(os ...outcome) int {
+	if p.cautious() {
+		return 0
+	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	room := p.q.opts.Workers

@@ -215,6 +215,11 @@ type TypeOptions struct {
 	// MaxAttempts is how often a task may fail before it is a dead letter. 0: the
 	// queue's, or, where the type has a Schedule, what that has.
 	MaxAttempts int
+	// InDoubt says what to do about a step that broke off. 0: [RunAgain].
+	InDoubt InDoubt
+	// KeepDeadKeys keeps the key of a dead letter taken, so that the task can't be
+	// enqueued again beside it. The default lets a new one in.
+	KeepDeadKeys bool
 }
 
 // NewType declares a task type. The name is what the column event_type holds: 1 to

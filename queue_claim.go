@@ -20,7 +20,9 @@ with recursive due(type) as (
 select
 	(select min(next_run_at) from main.task_outbox where status = 'scheduled'),
 	(select min(next_run_at) from main.task_outbox where status = 'retry_wait'),
-	(select json_group_array(type) from due where type is not null)`
+	(select json_group_array(type) from due where type is not null
+		and not exists (select 1 from main.task_meta where key = 'paused:' || type
+			and coalesce(value ->> 'until_ms' > ?, true)))`
 
 	dueSQL = `
 select id, payload, version, fence, attempt, retry_count, lost_count, coalesce(max_attempts, 0),

@@ -24,6 +24,7 @@ type Draft struct {
 	expiresAt int64 // Unix ms; 0: never
 	expiresIn time.Duration
 	key       string
+	keyWindow time.Duration // 0: for good
 	group     string
 	traceID   string
 	parentID  int64
@@ -35,20 +36,35 @@ type Draft struct {
 type Receipt struct {
 	// ID is the task's id; for a duplicate, that of the task that holds the key.
 	ID int64
-	// TraceID is the trace that the task is under.
+	// TraceID is the trace that the task is under; empty for a duplicate of a task
+	// whose time of retention is over.
 	TraceID string
-	// Duplicate is true when a live task has the same key, and nothing was inserted.
+	// Duplicate is true when the key is taken, and nothing was inserted.
 	Duplicate bool
 }
 
 // An EnqueueOption says something about one task.
 type EnqueueOption func(*Draft)
 
-// Key names the task, for example "order_created:42": while a task with the same
-// key is alive (not yet success, dead letter, skipped or cancelled), enqueuing it
-// again inserts nothing and is no error. 1 to 500 bytes; without one nothing is compared.
+// Key names the task, for example "order_created:42": while a task with the same key
+// lives, and after its success for good, enqueuing it again inserts nothing and is no
+// error. A dead letter, a skipped or cancelled task gives its key free; for dead
+// letters see [TypeOptions.KeepDeadKeys]. 1 to 500 bytes; without a key nothing is
+// compared.
 func Key(key string) EnqueueOption {
 	return func(d *Draft) { d.key = key; d.check(validName("key", key, maxKeyLength)) }
+}
+
+// KeyFor is [Key] whose key is free again when the window has passed since the task's
+// success. More than zero.
+func KeyFor(key string, window time.Duration) EnqueueOption {
+	return func(d *Draft) {
+		Key(key)(d)
+		d.keyWindow = window
+		if window <= 0 {
+			d.check(fmt.Errorf("%w: the window of the key is %v, want more than 0", ErrInvalid, window))
+		}
+	}
 }
 
 // Delay makes the task due after d. Not negative.
@@ -171,16 +187,21 @@ func (d *Draft) millis(what string, t time.Time) int64 {
 const (
 	insertSQL = `
 insert into main.task_outbox (event_type, payload, status, priority, next_run_at, created_at, updated_at,
-	dedupe_key, group_key, trace_id, max_attempts, expires_at, parent_id)
-values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`
+	dedupe_key, group_key, trace_id, max_attempts, expires_at, parent_id, key_window)
+values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`
 
 	insertKeyedSQL = insertSQL + `
 on conflict do nothing
 returning id`
 
-	liveKeySQL = `
+	// keyHolderSQL finds the task that has the key: a living one, or by its record.
+	keyHolderSQL = `
 select id, trace_id from main.task_outbox
-where dedupe_key = ? and finished_at is null`
+where dedupe_key = ? and finished_at is null
+union all
+select by_task, coalesce((select trace_id from main.task_outbox where id = by_task), '')
+from main.task_dedupe where kind = 'key' and task_id = 0 and name = ?
+limit 1`
 )
 
 // Enqueue inserts the task through tx: it is there when tx commits, and never if it
@@ -394,7 +415,7 @@ func (in *inserter) oneKeyed(ctx context.Context, d *Draft, args []any) (Receipt
 		return r, explainInsert(err)
 	}
 	r.Duplicate = true
-	if err := in.QueryRowContext(ctx, liveKeySQL, d.key).Scan(&r.ID, &r.TraceID); err != nil {
+	if err := in.QueryRowContext(ctx, keyHolderSQL, d.key, d.key).Scan(&r.ID, &r.TraceID); err != nil {
 		return Receipt{}, fmt.Errorf("find the task with the key %q: %w", d.key, err)
 	}
 	return r, nil
@@ -415,7 +436,8 @@ func (d *Draft) row(now int64) []any {
 		expires = addMillis(now, d.expiresIn)
 	}
 	return []any{d.typ, d.payload, status, d.priority, due, now, now,
-		orNull(d.key), orNull(d.group), d.traceID, orNull(d.attempts), orNull(expires), orNull(d.parentID)}
+		orNull(d.key), orNull(d.group), d.traceID, orNull(d.attempts), orNull(expires), orNull(d.parentID),
+		orNull(addMillis(0, d.keyWindow))}
 }
 
 // addMillis rounds up, so that nothing is due too early, and doesn't overflow.

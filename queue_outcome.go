@@ -16,10 +16,12 @@ type outcome struct {
 	begun bool   // the handler was called
 	// worked tells that it came from a worker, whose place is free again.
 	worked bool
-	at     int64 // Unix ms
-	next   int64 // when it is due again, for retry_wait and scheduled
-	err    error
-	why    *detail
+	// completed tells that the handler ended the task in its own transaction.
+	completed bool
+	at        int64 // Unix ms
+	next      int64 // when it is due again, for retry_wait and scheduled
+	err       error
+	why       *detail
 }
 
 var (
@@ -44,7 +46,7 @@ const (
 update main.task_outbox
 set status = ?1, version = ?2, updated_at = ?3, finished_at = ?4,
 	next_run_at = ?5, retry_count = retry_count + ?6, attempt = attempt - ?7,
-	last_error = coalesce(?8, last_error), owner = null, lease_until = null
+	last_error = coalesce(?8, last_error), error_group = coalesce(?13, error_group), owner = null, lease_until = null
 where id = ?9 and owner = ?10 and fence = ?11 and version = ?12`
 
 	standingSQL = `
@@ -71,7 +73,7 @@ var events = map[string]struct {
 func (w *write) settle(os []outcome, owner string) (gone []*held, err error) {
 	var good []outcome
 	for _, o := range os {
-		if o.event == "success" {
+		if o.event == "success" && !o.completed {
 			good = append(good, o)
 			continue
 		}
@@ -82,6 +84,9 @@ func (w *write) settle(os []outcome, owner string) (gone []*held, err error) {
 		if lost {
 			gone = append(gone, o.h)
 		}
+	}
+	if len(good) == 0 {
+		return gone, nil
 	}
 	err = inBatches(good, func(part []outcome) error {
 		lost, err := w.succeed(part, owner)
@@ -179,12 +184,21 @@ func (w *write) end(o outcome, owner string) (lost bool, err error) {
 	if err != nil {
 		return false, err
 	}
-	e := events[o.event]
-	if !s.holds(&o, owner) {
-		// A commit whose answer was lost may have brought it in already.
-		return !s.is(e.status, o.h.fence, o.h.version+o.rows()), nil
+	if s.holds(&o, owner) {
+		return false, w.endHeld(o, owner, s)
 	}
+	// A commit whose answer was lost may have brought it in already, or the handler's
+	// own transaction.
+	return !s.is(events[o.event].status, o.h.fence, o.h.version+o.rows()) &&
+		!(o.completed && s.status == "success" && s.fence == o.h.fence), nil
+}
+
+func (w *write) endHeld(o outcome, owner string, s standing) error {
 	o.h.version, o.h.marked = s.version, s.status == "processing"
+	if o.completed && o.event == "success" {
+		o.uncommitted()
+	}
+	e := events[o.event]
 	var finished, free, retried any = nil, 0, 0
 	if e.finished {
 		finished = o.at
@@ -195,16 +209,18 @@ func (w *write) end(o outcome, owner string) (lost bool, err error) {
 	if o.event == "retry_wait" {
 		retried = 1
 	}
-	next := o.next
-	if next == 0 {
-		next = o.h.priorDue
-	}
-	_, err = w.exec(endSQL, e.status, s.version+o.rows(), o.at, finished, next, retried, free,
-		errorText(o.err), o.h.id, owner, o.h.fence, s.version)
+	_, err := w.exec(endSQL, e.status, s.version+o.rows(), o.at, finished, cmp.Or(o.next, o.h.priorDue), retried, free,
+		errorText(o.err), o.h.id, owner, o.h.fence, s.version, orNull(o.group().fingerprint))
 	if err != nil {
-		return false, err
+		return err
 	}
-	return false, w.trail(&o)
+	return w.trail(&o)
+}
+
+// uncommitted makes a failure of a success whose transaction isn't there.
+func (o *outcome) uncommitted() {
+	*o = o.h.p.q.outcomeOf(o.h, ErrNotCommitted, o.at)
+	o.worked, o.completed = true, true
 }
 
 // textOf is err.Error(), also where that panics: a nil pointer may be an error.
@@ -229,10 +245,14 @@ func (w *write) trail(o *outcome) error {
 		w.record(o.h, o.event, o.at, o.why)
 	}
 	w.count(o.h.typ.name).end(o)
+	w.countFailure(o.group(), o.h.id, o.at)
 	if events[o.event].finished {
-		return w.unblock(o.h.group)
+		if err := w.keepKey(o.h, o.event); err != nil {
+			return err
+		}
 	}
-	return nil
+	// Not at its end only: a replayed task may have come before this one meanwhile.
+	return w.unblock(o.h.group)
 }
 
 // trailOnce is trail, unless an earlier commit in doubt has brought the rows in.
@@ -337,7 +357,8 @@ func (q *Queue) retryOrBury(o *outcome, v verdict) {
 }
 
 func describe(err error, v verdict) *detail {
-	d := &detail{Error: clip(textOf(err), maxErrorText), Class: v.class.String(), Types: errorTypes(err)}
+	d := &detail{Error: clip(textOf(err), maxErrorText), Class: v.class.String(), Types: errorTypes(err), BrokeOff: brokeOff(err)}
+	d.group = &errorGroup{own: ownFingerprint(err), class: d.Class, message: normalise(d.Error)}
 	// Not by errors.As: a method of the handler's error may panic, see children.
 	for e := range tree(err) {
 		if p, ok := e.(*PanicError); ok && d.Stack == "" {

@@ -31,9 +31,19 @@ var allowedScans = map[string][]string{
 		"SCAN main.task_outbox USING COVERING INDEX task_blocked",
 	},
 	"hasMetaSQL": {"SCAN main.sqlite_schema"},
+	// What people did, newest first, as far as the limit.
+	"Audit#1": {"SCAN main.task_audit USING INDEX task_audit_manual"},
+	// One task's rows, put in order.
+	"Trail#1":      {"SCAN (subquery-3)", "USE TEMP B-TREE FOR ORDER BY"},
+	"Steps#1":      {"USE TEMP B-TREE FOR ORDER BY"},
+	"stepFactsSQL": {"USE TEMP B-TREE FOR LAST 2 TERMS OF ORDER BY"},
 	// Six minutes' rows, a row for each type.
 	"recentSQL": {"USE TEMP B-TREE FOR GROUP BY"},
 }
+
+// fragments are the beginnings of statements that are put together from a filter;
+// they walk the tasks by id, as far as their limit.
+var fragments = map[string]bool{"infoColumns": true, "eventColumns": true, "selectTasks#1": true}
 
 // wantSearches are the lookups that the queue's speed rests on.
 var wantSearches = map[string]string{
@@ -42,7 +52,7 @@ var wantSearches = map[string]string{
 	"promoteRetrySQL":     "SEARCH main.task_outbox USING INDEX task_retry (next_run_at<?)",
 	"groupHeadSQL":        "SEARCH main.task_outbox USING INDEX task_group (group_key=?)",
 	"unblockSQL":          "SEARCH main.task_outbox USING INTEGER PRIMARY KEY (rowid=?)",
-	"liveKeySQL":          "SEARCH main.task_outbox USING INDEX task_key (dedupe_key=?)",
+	"keyHolderSQL":        "SEARCH main.task_outbox USING INDEX task_key (dedupe_key=?)",
 	"heldSQL":             "SEARCH main.task_outbox USING INDEX task_held (owner>?)",
 	"recoverSQL":          "SEARCH main.task_outbox USING INDEX task_held (owner=?)",
 	"renewSQL":            "SEARCH main.task_outbox USING INDEX task_held (owner=?)",
@@ -55,7 +65,7 @@ var wantSearches = map[string]string{
 }
 
 // harmless are the steps of a plan that read what the statement itself has made.
-var harmless = regexp.MustCompile(`^(SCAN (v|due|CONSTANT ROW|\d+ CONSTANT ROWS?|\(join-\d+\))|SCAN \d+-ROW VALUES CLAUSE|SETUP|RECURSIVE STEP|SCALAR SUBQUERY \d+|CORRELATED SCALAR SUBQUERY \d+|MATERIALIZE .*|CO-ROUTINE .*|COMPOUND QUERY|LEFT-MOST SUBQUERY|UNION ALL|LIST SUBQUERY \d+|REUSE LIST SUBQUERY \d+|MULTI-INDEX OR|INDEX \d+)$`)
+var harmless = regexp.MustCompile(`^(SCAN (json_each VIRTUAL TABLE INDEX 1:|main.sqlite_sequence|v|due|CONSTANT ROW|\d+ CONSTANT ROWS?|\(join-\d+\))|SCAN \d+-ROW VALUES CLAUSE|SETUP|RECURSIVE STEP|SCALAR SUBQUERY \d+|CORRELATED SCALAR SUBQUERY \d+|MATERIALIZE .*|CO-ROUTINE .*|COMPOUND QUERY|LEFT-MOST SUBQUERY|UNION ALL|LIST SUBQUERY \d+|REUSE LIST SUBQUERY \d+|MULTI-INDEX OR|INDEX \d+)$`)
 
 // TestPlans asks SQLite how it runs each statement of the library. The list is made
 // from the source, so that no statement can be forgotten.
@@ -65,6 +75,9 @@ func TestPlans(t *testing.T) {
 	names := map[string]bool{}
 	for _, s := range statements {
 		names[s.name] = true
+		if fragments[s.name] {
+			continue
+		}
 		t.Run(s.name, func(t *testing.T) {
 			steps := planOf(t, conn, s.text)
 			for _, step := range steps {
@@ -76,7 +89,7 @@ func TestPlans(t *testing.T) {
 		})
 	}
 	// What the search of the source must have found.
-	for _, name := range []string{"lookSQL", "insertKeyedSQL", "addStatsSQL", "insertAudit"} {
+	for _, name := range []string{"lookSQL", "insertKeyedSQL", "addStatsSQL", "insertPlainAudit"} {
 		if !names[name] {
 			t.Errorf("%s isn't among the %d statements found", name, len(statements))
 		}

@@ -11,6 +11,8 @@ const (
 	// pruneScan and pruneBatch bound one step: rows looked at, rows deleted.
 	pruneScan  = 500
 	pruneBatch = 100
+	// pruneKeys is the same for keys, which may run out at any rate.
+	pruneKeys = 2000
 	// keepStats is how long the minutes' statistics stay.
 	keepStats = 31 * 24 * time.Hour
 )
@@ -32,6 +34,14 @@ delete from main.task_audit where (task_id, seq) in (
 	where actor is not null and at < ?
 		and not exists (select 1 from main.task_outbox where id = task_id)
 	limit ?)`
+
+	pruneStepsSQL = `
+delete from main.task_dedupe where kind in ('step', 'duplicate') and task_id = ?`
+
+	pruneKeysSQL = `
+delete from main.task_dedupe where (kind, task_id, name) in (
+	select kind, task_id, name from main.task_dedupe
+	where expires_at is not null and expires_at < ? limit ?)`
 
 	pruneStatsSQL = `
 delete from main.task_stats where minute < ?`
@@ -60,10 +70,10 @@ func (q *Queue) cutoffs(now int64) (done, dead int64) {
 }
 
 // sweep looks at the next tasks; end tells that the walk is over.
-func (p *pruner) sweep(ctx context.Context) (found []expired, end bool, err error) {
+func (p *pruner) sweep(ctx context.Context, db querier) (found []expired, end bool, err error) {
 	now := p.q.now()
 	done, dead := p.q.cutoffs(now)
-	rows, err := p.q.db.QueryContext(ctx, sweepSQL, p.cursor, pruneScan)
+	rows, err := db.QueryContext(ctx, sweepSQL, p.cursor, pruneScan)
 	if err != nil {
 		return nil, false, err
 	}
@@ -89,8 +99,8 @@ func (p *pruner) sweep(ctx context.Context) (found []expired, end bool, err erro
 }
 
 // step prunes a little and tells whether the walk is over.
-func (p *pruner) step(ctx context.Context, conn txBeginner) (end bool, err error) {
-	found, end, err := p.sweep(ctx)
+func (p *pruner) step(ctx context.Context, db querier, conn txBeginner) (end bool, err error) {
+	found, end, err := p.sweep(ctx, db)
 	if err != nil {
 		return false, fmt.Errorf("prune: %w", err)
 	}
@@ -100,21 +110,24 @@ func (p *pruner) step(ctx context.Context, conn txBeginner) (end bool, err error
 	if end {
 		p.cursor = 0
 	}
-	if len(found) == 0 && !p.hasOldRecords(ctx) {
+	if len(found) == 0 && !p.hasOldRecords(ctx, db) {
 		return end, nil
 	}
 	return end, p.delete(ctx, conn, found)
 }
 
 // hasOldRecords saves an idle queue the write.
-func (p *pruner) hasOldRecords(ctx context.Context) bool {
+func (p *pruner) hasOldRecords(ctx context.Context, db querier) bool {
 	var old bool
 	now := p.q.now()
-	err := p.q.db.QueryRowContext(ctx, `
+	err := db.QueryRowContext(ctx, `
 select exists (select 1 from main.task_audit where actor is not null and at < ?
 		and not exists (select 1 from main.task_outbox where id = task_id))
-	or exists (select 1 from main.task_stats where minute < ?)`,
-		p.auditCutoff(now), statsCutoff(now)).Scan(&old)
+	or exists (select 1 from main.task_stats where minute < ?)
+	or exists (select 1 from main.task_dedupe where expires_at is not null and expires_at < ?)
+	or exists (select 1 from main.task_error_count where span = 1 and at < ?)
+	or exists (select 1 from main.task_error_count where span = 60 and at < ?)`,
+		p.auditCutoff(now), statsCutoff(now), now, now/60_000-minuteSpans, statsCutoff(now)).Scan(&old)
 	return err == nil && old // an error will be met, and told, by the next turn
 }
 
@@ -140,7 +153,7 @@ func (p *pruner) delete(ctx context.Context, conn txBeginner, found []expired) e
 		w.abort()
 		return fmt.Errorf("prune: %w", err)
 	}
-	return p.q.stmts.prepare(ctx, w.missing...)
+	return nil
 }
 
 // prune deletes tasks with their trails; what people did stays a while longer.
@@ -153,11 +166,19 @@ func (w *write) prune(found []expired, auditCutoff int64) error {
 		if n == 0 {
 			continue // replayed meanwhile
 		}
-		if _, err := w.exec(pruneTrailSQL, e.id); err != nil {
-			return err
+		for _, query := range []string{pruneTrailSQL, pruneStepsSQL} {
+			if _, err := w.exec(query, e.id); err != nil {
+				return err
+			}
 		}
 	}
+	if _, err := w.exec(pruneKeysSQL, w.now, pruneKeys); err != nil {
+		return err
+	}
 	if _, err := w.exec(pruneAuditSQL, auditCutoff, pruneBatch); err != nil {
+		return err
+	}
+	if err := w.pruneGroups(auditCutoff); err != nil {
 		return err
 	}
 	_, err := w.exec(pruneStatsSQL, statsCutoff(w.now))

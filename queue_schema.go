@@ -10,7 +10,7 @@ import (
 // migrations lists the schema's versions in order; version n is the state after
 // migrations[:n]. The list is append-only: a migration that has been released is
 // never edited, because files in the field have run it.
-var migrations = []string{schemaV1}
+var migrations = []string{schemaV1, schemaV2}
 
 // schemaVersion is the version that this library writes and reads.
 var schemaVersion = len(migrations)
@@ -143,6 +143,95 @@ from (
 	from main.task_audit
 )
 order by task_id, seq;
+`
+
+// schemaV2 adds the idempotency records and what people do by hand.
+const schemaV2 = `
+alter table main.task_outbox add column run integer not null default 1; -- replays, and the first
+alter table main.task_outbox add column key_window integer; -- ms that the key stays taken after a success; null: for good
+alter table main.task_outbox add column resolved_as text; -- how a dead letter was dealt with elsewhere
+alter table main.task_outbox add column error_group text; -- fingerprint of the last failure, see task_error
+
+create table main.task_dedupe (
+	kind       text    not null, -- key, step, once, duplicate
+	task_id    integer not null, -- the task of a step, the holder of a duplicate's key; 0: none
+	name       text    not null, -- the key, or the name of the step
+	state      text    not null check (state in ('processing', 'done', 'failed', 'skipped')),
+	by_task    integer not null, -- the task that wrote the record
+	attempt    integer, -- its attempt
+	seq        integer, -- of a step: 1, 2, 3 … in the order in which the task's steps first began
+	hits       integer not null default 1, -- of a duplicate: how often it was enqueued
+	created_at integer not null, -- Unix ms
+	updated_at integer not null, -- Unix ms
+	expires_at integer, -- the key is free again from here, Unix ms; null: never
+	error      text, -- why it failed
+	result     text check (json_valid(result)), -- what the step returned, or its stand-in
+	primary key (kind, task_id, name)
+) strict, without rowid;
+
+create index main.task_dedupe_expiry on task_dedupe (expires_at) where expires_at is not null;
+
+drop index main.task_dead;
+create index main.task_dead on task_outbox (event_type, resolved_as) where status = 'dead_letter' and resolved_as is null;
+create index main.task_dead_group on task_outbox (error_group) where status = 'dead_letter' and resolved_as is null;
+
+-- Failures that are the same but for ids, numbers, times and the like.
+create table main.task_error (
+	fingerprint    text    primary key, -- a short hash
+	event_type     text    not null,
+	class          text    not null, -- retryable, permanent, unclassified, lost
+	message        text    not null, -- the text without what differs between tasks
+	sample_task    integer not null, -- the last task that failed so
+	first_seen     integer not null, -- Unix ms
+	last_seen      integer not null, -- Unix ms
+	total          integer not null, -- failures
+	resolved_at    integer, -- Unix ms
+	resolved_by    text,
+	resolved_as    text,
+	resolved_total integer -- total when it was resolved: where it has grown since, the group has come back
+) strict, without rowid;
+
+create index main.task_error_seen on task_error (last_seen);
+
+-- Failures by minute for the last hour and by hour for longer, so that recent counts
+-- cost the same however long the history.
+create table main.task_error_count (
+	fingerprint text    not null,
+	span        integer not null, -- minutes: 1 or 60
+	at          integer not null, -- begin of the span, Unix minutes
+	n           integer not null,
+	primary key (fingerprint, span, at)
+) strict, without rowid;
+
+create index main.task_error_count_age on task_error_count (span, at);
+
+create index main.task_dedupe_once on task_dedupe (by_task) where kind = 'once';
+
+-- A key is taken while its task lives, and after its success as long as there is a
+-- record of it. Who enqueues it again inserts nothing, and leaves a count.
+drop trigger main.task_duplicate;
+create trigger main.task_duplicate before insert on task_outbox
+	when new.dedupe_key is not null
+begin
+	insert into task_dedupe (kind, task_id, name, state, by_task, created_at, updated_at, expires_at)
+	select 'duplicate', holder, new.dedupe_key, 'skipped', holder, new.created_at, new.created_at, until
+	from (
+		select id as holder, null as until from task_outbox where dedupe_key = new.dedupe_key and finished_at is null
+		union all
+		select by_task, expires_at from task_dedupe
+		where kind = 'key' and task_id = 0 and name = new.dedupe_key
+			and (expires_at is null or expires_at > new.created_at)
+		limit 1)
+	where true
+	on conflict (kind, task_id, name) do update set
+		hits = hits + 1, updated_at = excluded.updated_at, expires_at = excluded.expires_at;
+	select raise(ignore) where exists (
+			select 1 from task_outbox where dedupe_key = new.dedupe_key and finished_at is null)
+		or exists (
+			select 1 from task_dedupe
+			where kind = 'key' and task_id = 0 and name = new.dedupe_key
+				and (expires_at is null or expires_at > new.created_at));
+end;
 `
 
 const (

@@ -116,7 +116,7 @@ func (w *write) writeStats() error {
 			return err
 		}
 	}
-	return nil
+	return w.writeGroups()
 }
 
 // Stats are the figures of the queue at one moment. Durations and rates are over
@@ -170,7 +170,7 @@ where status = 'pending' and blocked = 0 group by event_type`
 
 	deadLettersSQL = `
 select event_type, count(*) from main.task_outbox
-where status = 'dead_letter' group by event_type`
+where status = 'dead_letter' and resolved_as is null group by event_type`
 
 	waitingSQL = `
 select (select count(*) from main.task_outbox where status = 'scheduled'),

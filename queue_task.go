@@ -10,6 +10,7 @@ import (
 
 // A Task is one attempt at a task, as its handler sees it.
 type Task[T any] struct {
+	h       *held
 	ID      int64
 	Type    string
 	Payload T
@@ -55,6 +56,11 @@ type held struct {
 	cancel  context.CancelCauseFunc // set while it runs; the poller's mu
 	ended   bool                    // its outcome waits to be settled; the poller's mu
 	gone    bool                    // its lease is lost, and that was told; the poller's mu
+	// completed tells that the handler ended it in a transaction of the
+	// application's, which may have been rolled back; the poller's mu.
+	completed bool
+	steps     map[string]bool // used in this attempt; the poller's mu
+	p         *poller
 }
 
 // heldKey is the context key of the *held that a handler's context belongs to.
@@ -75,7 +81,7 @@ func (h *held) decode() (call func(context.Context) error, err error) {
 func binder[T any](name string, fn func(context.Context, *Task[T]) error) func(*held) (func(context.Context) error, error) {
 	return func(h *held) (func(context.Context) error, error) {
 		t := &Task[T]{
-			ID: h.id, Type: name, Attempt: h.attempt, Retry: h.retry, Key: h.key, Group: h.group,
+			h: h, ID: h.id, Type: name, Attempt: h.attempt, Retry: h.retry, Key: h.key, Group: h.group,
 			TraceID: h.traceID, ParentID: h.parentID, CreatedAt: time.UnixMilli(h.created),
 		}
 		if err := json.Unmarshal([]byte(h.payload), &t.Payload); err != nil {
@@ -84,6 +90,9 @@ func binder[T any](name string, fn func(context.Context, *Task[T]) error) func(*
 		return func(ctx context.Context) error { return fn(ctx, t) }, nil
 	}
 }
+
+// maxTiers bounds the search for a schedule's last wait.
+const maxTiers = 10_000
 
 // nextWait returns how long the task waits before its next attempt, or false when it
 // has failed as often as it may.
@@ -94,7 +103,7 @@ func (h *held) nextWait(v verdict) (time.Duration, bool) {
 	}
 	s := h.typ.opts.Schedule
 	d, ok := nextDelay(s, retry, h.id, int64(h.attempt), v.after)
-	for tier := retry - 1; !ok && limit > 0 && tier > 0; tier-- {
+	for tier := min(retry-1, maxTiers); !ok && limit > 0 && tier > 0; tier-- {
 		// MaxAttempts goes beyond the schedule: its last wait is repeated.
 		d, ok = nextDelay(s, tier, h.id, int64(h.attempt), v.after)
 	}

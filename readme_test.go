@@ -147,7 +147,10 @@ func TestReadme_Tables(t *testing.T) {
 	same("`Options`", fieldsOf[taskbox.Options]())
 	same("`TypeOptions`", fieldsOf[taskbox.TypeOptions]())
 	same("`Stats`", fieldsOf[taskbox.Stats]())
+	same("`BulkOptions`", fieldsOf[taskbox.BulkOptions]())
 	same("option", sourceOf(t).returning("EnqueueOption"))
+	same("option by hand", sourceOf(t).returning("ManualOption"))
+	same("verdict", []string{string(taskbox.Safe), string(taskbox.SafeIf), string(taskbox.Unknown), string(taskbox.Unsafe)})
 	same("key", sourceOf(t).attrs())
 	if diff := gocmp.Diff(taskbox.ReadmeRules(), r.tables["class"]); diff != "" {
 		t.Errorf("README, classification (-errors.go +README):\n%s", diff)
@@ -208,7 +211,8 @@ func TestReadme_Events(t *testing.T) {
 	}
 
 	onTheWay := map[string]string{"queued": "pending", "picked": "picked", "processing": "processing", "lost": "pending"}
-	seen := []string{"cancelled"} // told in prose: nothing sets it yet
+	byHand := r.column(t, "event by hand", 1)
+	seen := slices.DeleteFunc(slices.Clone(byHand), func(s string) bool { return s == "" })
 	for i, name := range names {
 		want, ok := taskbox.ReadmeOutcomes()[name]
 		if !ok {
@@ -224,6 +228,18 @@ func TestReadme_Events(t *testing.T) {
 	slices.Sort(seen)
 	if diff := gocmp.Diff(taskbox.ReadmeStatuses(), slices.Compact(seen)); diff != "" {
 		t.Errorf("README, statuses (-schema +README):\n%s", diff)
+	}
+	names = r.column(t, "event by hand", 0)
+	want = append(src.byHand(), "paused", "resumed", "applied", "group_resolved") // the last are about the queue
+	slices.Sort(want)
+	if diff := gocmp.Diff(slices.Compact(want), slices.Sorted(slices.Values(names))); diff != "" {
+		t.Errorf("README, events by hand (-code +README):\n%s", diff)
+	}
+	after := map[string]string{"replayed": "pending", "run_now": "pending", "skipped": "skipped", "cancelled": "cancelled"}
+	for i, name := range names {
+		if byHand[i] != after[name] {
+			t.Errorf("README: after %s by hand the status is %q, want %q", name, byHand[i], after[name])
+		}
 	}
 	for _, key := range taskbox.ReadmeDetailKeys() {
 		if !strings.Contains(r.prose, "`"+key+"`") {
@@ -322,7 +338,8 @@ func TestReadme_Names(t *testing.T) {
 		{`[^.\w](Err[A-Z]\w*)`, src.exported},
 		{`\bq\.([A-Z]\w*)`, methods(reflect.TypeFor[*taskbox.Queue]())},
 		{`\br\.([A-Z]\w*)`, field(reflect.TypeFor[taskbox.Receipt]())},
-		{`\bt\.([A-Z]\w*)`, field(reflect.TypeFor[taskbox.Task[Order]]())},
+		{`\bt\.([A-Z]\w*)`, either(field(reflect.TypeFor[taskbox.Task[Order]]()), methods(reflect.TypeFor[*taskbox.Task[Order]]()))},
+		{`\bBulkOptions\.([A-Z]\w*)`, field(reflect.TypeFor[taskbox.BulkOptions]())},
 		{`\bOptions\.([A-Z]\w*)`, field(reflect.TypeFor[taskbox.Options]())},
 		{`\bTypeOptions\.([A-Z]\w*)`, field(reflect.TypeFor[taskbox.TypeOptions]())},
 	} {
@@ -335,6 +352,32 @@ func TestReadme_Names(t *testing.T) {
 	for _, call := range r.column(t, "a handler returns", 0) {
 		if name, _, ok := strings.Cut(call, "("); ok && !src.exported(name) {
 			t.Errorf("README: there is no %s", call)
+		}
+	}
+}
+
+func either(a, b func(string) bool) func(string) bool {
+	return func(name string) bool { return a(name) || b(name) }
+}
+
+// TestReadme_ByHand wants each operation of the table to be a method, and each error
+// and helper a declaration.
+func TestReadme_ByHand(t *testing.T) {
+	r, src := readReadme(t), sourceOf(t)
+	for _, name := range r.column(t, "operation", 0) {
+		if _, ok := reflect.TypeFor[*taskbox.Queue]().MethodByName(name); !ok {
+			t.Errorf("README: there is no Queue.%s", name)
+		}
+	}
+	for _, name := range slices.Concat(r.column(t, "error by hand", 0), r.column(t, "error", 0)) {
+		if !src.exported(name) {
+			t.Errorf("README: there is no %s", name)
+		}
+	}
+	for _, name := range r.column(t, "helper", 0) {
+		_, method := reflect.TypeFor[*taskbox.Task[Order]]().MethodByName(name)
+		if name != "nothing" && !method && !src.exported(name) {
+			t.Errorf("README: there is no helper %s", name)
 		}
 	}
 }
@@ -472,6 +515,19 @@ func (s source) events() (names []string) {
 			return
 		}
 		if event, ok := literal(args[1]); ok {
+			names = append(names, event)
+		}
+	})
+	return names
+}
+
+// byHand lists those of the operations on a task.
+func (s source) byHand() (names []string) {
+	s.calls(func(on, name string, args []ast.Expr) {
+		if on != "m" || name != "note" && name != "end" && name != "revive" {
+			return
+		}
+		if event, ok := literal(args[0]); ok {
 			names = append(names, event)
 		}
 	})

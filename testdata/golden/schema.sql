@@ -11,6 +11,46 @@ CREATE TABLE task_audit (
 	primary key (task_id, seq)
 ) strict, without rowid;
 
+CREATE TABLE task_dedupe (
+	kind       text    not null, -- key, step, once, duplicate
+	task_id    integer not null, -- the task of a step, the holder of a duplicate's key; 0: none
+	name       text    not null, -- the key, or the name of the step
+	state      text    not null check (state in ('processing', 'done', 'failed', 'skipped')),
+	by_task    integer not null, -- the task that wrote the record
+	attempt    integer, -- its attempt
+	seq        integer, -- of a step: 1, 2, 3 … in the order in which the task's steps first began
+	hits       integer not null default 1, -- of a duplicate: how often it was enqueued
+	created_at integer not null, -- Unix ms
+	updated_at integer not null, -- Unix ms
+	expires_at integer, -- the key is free again from here, Unix ms; null: never
+	error      text, -- why it failed
+	result     text check (json_valid(result)), -- what the step returned, or its stand-in
+	primary key (kind, task_id, name)
+) strict, without rowid;
+
+CREATE TABLE task_error (
+	fingerprint    text    primary key, -- a short hash
+	event_type     text    not null,
+	class          text    not null, -- retryable, permanent, unclassified, lost
+	message        text    not null, -- the text without what differs between tasks
+	sample_task    integer not null, -- the last task that failed so
+	first_seen     integer not null, -- Unix ms
+	last_seen      integer not null, -- Unix ms
+	total          integer not null, -- failures
+	resolved_at    integer, -- Unix ms
+	resolved_by    text,
+	resolved_as    text,
+	resolved_total integer -- total when it was resolved: where it has grown since, the group has come back
+) strict, without rowid;
+
+CREATE TABLE task_error_count (
+	fingerprint text    not null,
+	span        integer not null, -- minutes: 1 or 60
+	at          integer not null, -- begin of the span, Unix minutes
+	n           integer not null,
+	primary key (fingerprint, span, at)
+) strict, without rowid;
+
 CREATE TABLE task_meta (
 	key   text primary key, -- schema_version, poller:<owner>, …
 	value text not null
@@ -46,7 +86,7 @@ CREATE TABLE task_outbox (
 	last_error    text,
 	-- The last column, so that reading the others of a large task doesn't read it.
 	payload       text    not null check (json_valid(payload))
-) strict;
+, run integer not null default 1, key_window integer, resolved_as text, error_group text) strict;
 
 CREATE TABLE task_stats (
 	minute      integer not null, -- Unix minutes
@@ -77,10 +117,20 @@ CREATE INDEX task_audit_manual on task_audit (at) where actor is not null;
 
 CREATE INDEX task_blocked on task_outbox (event_type) where blocked = 1;
 
-CREATE INDEX task_dead on task_outbox (event_type) where status = 'dead_letter';
+CREATE INDEX task_dead on task_outbox (event_type, resolved_as) where status = 'dead_letter' and resolved_as is null;
+
+CREATE INDEX task_dead_group on task_outbox (error_group) where status = 'dead_letter' and resolved_as is null;
+
+CREATE INDEX task_dedupe_expiry on task_dedupe (expires_at) where expires_at is not null;
+
+CREATE INDEX task_dedupe_once on task_dedupe (by_task) where kind = 'once';
 
 CREATE INDEX task_due on task_outbox (event_type, priority desc, next_run_at)
 	where status = 'pending' and blocked = 0;
+
+CREATE INDEX task_error_count_age on task_error_count (span, at);
+
+CREATE INDEX task_error_seen on task_error (last_seen);
 
 CREATE INDEX task_group on task_outbox (group_key) where group_key is not null and finished_at is null;
 
@@ -106,8 +156,24 @@ end;
 CREATE TRIGGER task_duplicate before insert on task_outbox
 	when new.dedupe_key is not null
 begin
+	insert into task_dedupe (kind, task_id, name, state, by_task, created_at, updated_at, expires_at)
+	select 'duplicate', holder, new.dedupe_key, 'skipped', holder, new.created_at, new.created_at, until
+	from (
+		select id as holder, null as until from task_outbox where dedupe_key = new.dedupe_key and finished_at is null
+		union all
+		select by_task, expires_at from task_dedupe
+		where kind = 'key' and task_id = 0 and name = new.dedupe_key
+			and (expires_at is null or expires_at > new.created_at)
+		limit 1)
+	where true
+	on conflict (kind, task_id, name) do update set
+		hits = hits + 1, updated_at = excluded.updated_at, expires_at = excluded.expires_at;
 	select raise(ignore) where exists (
-		select 1 from task_outbox where dedupe_key = new.dedupe_key and finished_at is null);
+			select 1 from task_outbox where dedupe_key = new.dedupe_key and finished_at is null)
+		or exists (
+			select 1 from task_dedupe
+			where kind = 'key' and task_id = 0 and name = new.dedupe_key
+				and (expires_at is null or expires_at > new.created_at));
 end;
 
 CREATE VIEW task_trail as
@@ -132,4 +198,4 @@ from (
 )
 order by task_id, seq;
 
--- schema_version 1
+-- schema_version 2
