@@ -180,7 +180,7 @@ func (p *effectProcess) bank() {
 			return tx.Commit()
 		})
 	}
-	time.AfterFunc(time.Duration(5+p.random(80))*time.Millisecond, die)
+	time.AfterFunc(time.Duration(30+p.random(200))*time.Millisecond, die)
 	if err := p.q.Drain(p.Context()); err != nil {
 		p.Fatal(err)
 	}
@@ -196,7 +196,7 @@ func TestCrash_Bank(t *testing.T) {
 	}
 	rng := rand.New(rand.NewPCG(seed, 2))
 	var ds []taskbox.Draft
-	for n := range 600 {
+	for n := range 120 {
 		m := transfer{N: n, From: rng.IntN(accounts), To: rng.IntN(accounts), Amount: rng.IntN(50)}
 		for _, how := range []string{"StepTx", "Once", "Complete"} {
 			ds = append(ds, bankTypes[how].New(m, taskbox.Priority(rng.IntN(3))))
@@ -235,7 +235,7 @@ func TestCrash_Bank(t *testing.T) {
 	}
 	t.Logf("%d kills; %d tasks were lost while they ran", kills, f.int(`select count(*) from task_audit where event = 'lost'`))
 	f.wantInt(int64(len(ds)), `select count(*) from task_outbox where status = 'success'`)
-	f.wantInt(3*600, `select count(*) from moves`)
+	f.wantInt(3*120, `select count(*) from moves`)
 	f.wantInt(0, `select count(*) from (select task_id from task_audit where event = 'success' group by task_id having count(*) > 1)`)
 	f.wantInt(0, `select count(*) from task_outbox where version <> (select count(*) from task_audit where task_id = id)`)
 	if kills < 3 {

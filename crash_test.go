@@ -614,15 +614,16 @@ func TestCrash_InsertBesideABacklog(t *testing.T) {
 	for _, tt := range []struct {
 		name             string
 		processes, conns int
+		tasks            int // for some seconds
 	}{
-		{"one process", 1, 0},
-		{"two processes", 2, 0},
-		{"two processes with pools of one", 2, 1},
+		{"one process", 1, 0, 150_000},
+		{"two processes", 2, 0, 150_000},
+		{"two processes with pools of one", 2, 1, 300_000},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			tasks := 100_000
+			tasks := tt.tasks
 			if raced() {
-				tasks = 6_000
+				tasks /= 20
 			}
 			c := newCrash(t, 16, 30*time.Second)
 			f := c.fixture()

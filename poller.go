@@ -69,6 +69,7 @@ type poller struct {
 	clock      clockReading
 	registered bool      // our entry is in task_meta
 	rebase     bool      // retries may be planned by a clock that was put back since
+	doubt      bool      // a commit failed, and no heartbeat has looked since what it left
 	stopAt     time.Time // when the grace period ends; zero: not stopping
 
 	mu         sync.Mutex
@@ -237,8 +238,8 @@ func (p *poller) ended() (bool, error) {
 	now := time.Now()
 	switch {
 	case !p.stopping():
-		return p.drain && held == 0 && p.sight.fresh && !p.claimable, nil
-	case held+running == 0:
+		return p.drain && held == 0 && p.sight.fresh && !p.claimable && !p.doubt, nil
+	case held+running == 0 && !p.doubt:
 		return true, nil
 	case now.Before(p.stopAt):
 		return false, nil

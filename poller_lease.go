@@ -271,6 +271,7 @@ func (t *turn) recoverTask(h *held, owner string, picked bool) error {
 	switch {
 	case picked && h.lost > 0:
 		t.record(h, "interrupted", t.now, &detail{Cause: "its process ended before it was started", WasHeld: owner})
+		t.count(h.typ.name).released++
 		return t.takeOver(h, owner, "pending", 1, 0, nil)
 	case h.lost+1 < maxLost:
 		t.record(h, "lost", t.now, &detail{Cause: "its process ended or was silent for too long", WasHeld: owner})
@@ -321,6 +322,7 @@ func (t *turn) recoverOwn(id int64) error {
 		return err
 	}
 	t.record(hs[0], "interrupted", t.now, &detail{Cause: "claimed by a commit whose answer was lost"})
+	t.count(hs[0].typ.name).released++
 	return t.takeOver(hs[0], t.p.owner, "pending", 1, 0, nil)
 }
 
@@ -422,7 +424,7 @@ func (t *turn) rebaseRetries() error {
 		}
 		left += n
 	}
-	t.p.rebase = left > 0
+	t.rebased = left == 0
 	return nil
 }
 
@@ -467,7 +469,7 @@ func (t *turn) registerPoller() error {
 	if err == nil {
 		_, err = t.exec(putPollerSQL, pollerPrefix+t.p.owner, string(value))
 	}
-	t.p.registered = err == nil
+	t.registered = err == nil
 	return err
 }
 

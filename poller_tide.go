@@ -29,8 +29,8 @@ const (
 	// rests for breath. SQLite's waiters sleep for up to 100 ms between two tries, and
 	// give up after busy_timeout, usually 5 s: so none of another process goes away
 	// with nothing.
-	breathAfter = 3 * time.Second
-	breath      = 105 * time.Millisecond
+	breathAfter = 1500 * time.Millisecond
+	breath      = 120 * time.Millisecond
 )
 
 // tide is whether other writers are about.

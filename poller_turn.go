@@ -75,6 +75,8 @@ type turn struct {
 	suspects   []*held // start when the turn is committed
 	beat       bool
 	unfinished bool          // the heartbeat has more to do
+	registered bool          // our entry went in
+	rebased    bool          // no retry is left to be moved
 	waited     time.Duration // for the write lock
 	sight      sight
 	more       bool // there was more to claim, and room
@@ -83,7 +85,7 @@ type turn struct {
 func (p *poller) turn() error {
 	defer func() { p.wrote.Store(time.Now().UnixNano()) }()
 	t := turn{p: p, outcomes: p.takeOutcomes(), requests: p.takeRequests(), beat: passed(p.beatAt, time.Now())}
-	start := time.Now()
+	start, markAt := time.Now(), p.markAt
 	w, err := p.q.begin(context.Background(), p.source())
 	t.waited = time.Since(start)
 	if err != nil {
@@ -94,7 +96,8 @@ func (p *poller) turn() error {
 	if err := t.fill(); err != nil {
 		w.abort()
 		p.keepOutcomes(t.outcomes, t.requests)
-		p.beatAt = time.Now() // a commit in doubt may have left claims that nobody knows of
+		// A commit in doubt may have left claims that nobody knows of.
+		p.beatAt, p.doubt, p.markAt = time.Now(), true, markAt
 		return err
 	}
 	p.tide.own++
@@ -121,10 +124,14 @@ func (p *poller) keepOutcomes(os []outcome, rs []*request) {
 }
 
 func (t *turn) fill() (err error) {
+	// What a handler asked for was before its outcome.
+	if err := t.serve(); err != nil {
+		return err
+	}
 	if t.gone, err = t.settle(t.outcomes, t.p.owner); err != nil {
 		return err
 	}
-	for _, step := range []func() error{t.serve, t.keepAlive, t.markLong, t.startSuspects, t.claimAll} {
+	for _, step := range []func() error{t.keepAlive, t.markLong, t.startSuspects, t.claimAll} {
 		if err := step(); err != nil {
 			return err
 		}
@@ -265,6 +272,9 @@ func (t *turn) committed() {
 	for _, h := range t.marks {
 		h.marked = true
 	}
+	p.registered = p.registered || t.registered
+	p.rebase = p.rebase && !t.rebased
+	p.doubt = p.doubt && !t.beat
 	p.settled(t.outcomes)
 	p.answer(t.requests)
 	p.loseAll(t.gone)

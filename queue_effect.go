@@ -62,11 +62,27 @@ func Step[R any](ctx context.Context, name string, fn func(context.Context) (R, 
 	return result, h.endStep(ctx, name, result)
 }
 
-// useStep finds the task of a handler's context and takes the name.
-func useStep(ctx context.Context, name string) (*held, error) {
+// insideKey marks the context of a function that runs inside StepTx or Once.
+type insideKey struct{}
+
+// handlerOf finds the task of a handler's context. Inside a transaction of StepTx or
+// Once another step would wait for the lock that this one holds.
+func handlerOf(ctx context.Context) (*held, error) {
 	h, ok := ctx.Value(heldKey{}).(*held)
 	if !ok || h.p == nil {
-		return nil, fmt.Errorf("%w: step %s: the context isn't a handler's", ErrInvalid, name)
+		return nil, fmt.Errorf("%w: the context isn't a handler's", ErrInvalid)
+	}
+	if ctx.Value(insideKey{}) != nil {
+		return nil, fmt.Errorf("%w: it is inside the transaction of another StepTx or Once; call it before or after", ErrInvalid)
+	}
+	return h, nil
+}
+
+// useStep finds the task of a handler's context and takes the name.
+func useStep(ctx context.Context, name string) (*held, error) {
+	h, err := handlerOf(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("step %s: %w", name, err)
 	}
 	if err := validName("step's name", name, maxNameLength); err != nil {
 		return nil, err
@@ -138,7 +154,7 @@ func (h *held) failStep(ctx context.Context, name string, cause error) error {
 func (h *held) endStep(ctx context.Context, name string, result any) error {
 	text, err := h.p.q.encodeResult(result)
 	if err == nil {
-		err = explainResult(h.p.ask(h.p.ctx, h, func(w *write) error {
+		err = explainResult(h.p.ask(context.WithoutCancel(ctx), h, func(w *write) error {
 			_, err := w.exec(putRecordSQL, "step", h.id, name, "done", h.id, h.attempt, w.now, nil, text)
 			return err
 		}))
@@ -189,9 +205,9 @@ func StepTx(ctx context.Context, name string, fn func(context.Context, *sql.Tx) 
 // processes. Of several at the same time one runs and the others wait for it. When it
 // was done before, Once returns nil without running fn. See [StepTx] for the rest.
 func Once(ctx context.Context, key string, fn func(context.Context, *sql.Tx) error) error {
-	h, ok := ctx.Value(heldKey{}).(*held)
-	if !ok || h.p == nil {
-		return fmt.Errorf("%w: once %s: the context isn't a handler's", ErrInvalid, key)
+	h, err := handlerOf(ctx)
+	if err != nil {
+		return fmt.Errorf("once %s: %w", key, err)
 	}
 	if err := validName("key", key, maxKeyLength); err != nil {
 		return err
@@ -218,7 +234,7 @@ func (h *held) effect(ctx context.Context, kind string, task int64, name string,
 		if state == "done" || state == "skipped" || err != nil && !isNoRows(err) {
 			return err
 		}
-		if err := fn(ctx, tx); err != nil {
+		if err := fn(context.WithValue(ctx, insideKey{}, true), tx); err != nil {
 			return err
 		}
 		// SQLite may have ended the transaction under fn; then the record would

@@ -10,6 +10,7 @@ import (
 	"unicode/utf8"
 
 	gocmp "github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
 	"github.com/taskbox-go/taskbox"
 )
 
@@ -155,7 +156,7 @@ func TestQueue_Groups_Counts(t *testing.T) {
 			got[i].Fingerprint = ""
 		}
 		byText := func(a, b taskbox.ErrorGroup) bool { return a.Message < b.Message }
-		if diff := gocmp.Diff(want, sorted(got, byText)); diff != "" {
+		if diff := gocmp.Diff(want, sorted(got, byText), cmpopts.EquateApproxTime(20*time.Millisecond)); diff != "" {
 			f.Errorf("groups (-want +got):\n%s", diff)
 		}
 		time.Sleep(time.Hour + time.Minute)

@@ -148,7 +148,7 @@ order by task_id, seq;
 // schemaV2 adds the idempotency records and what people do by hand.
 const schemaV2 = `
 alter table main.task_outbox add column run integer not null default 1; -- replays, and the first
-alter table main.task_outbox add column key_window integer; -- ms that the key stays taken after a success; null: for good
+alter table main.task_outbox add column key_window integer check (key_window > 0 and key_window < 1000000000000000); -- ms that the key stays taken after a success; null: for good
 alter table main.task_outbox add column resolved_as text; -- how a dead letter was dealt with elsewhere
 alter table main.task_outbox add column error_group text; -- fingerprint of the last failure, see task_error
 
@@ -165,7 +165,7 @@ create table main.task_dedupe (
 	updated_at integer not null, -- Unix ms
 	expires_at integer, -- the key is free again from here, Unix ms; null: never
 	error      text, -- why it failed
-	result     text check (json_valid(result)), -- what the step returned, or its stand-in
+	result     text check (result is null or json_valid(result)), -- what the step returned, or its stand-in
 	primary key (kind, task_id, name)
 ) strict, without rowid;
 

@@ -24,7 +24,7 @@ CREATE TABLE task_dedupe (
 	updated_at integer not null, -- Unix ms
 	expires_at integer, -- the key is free again from here, Unix ms; null: never
 	error      text, -- why it failed
-	result     text check (json_valid(result)), -- what the step returned, or its stand-in
+	result     text check (result is null or json_valid(result)), -- what the step returned, or its stand-in
 	primary key (kind, task_id, name)
 ) strict, without rowid;
 
@@ -86,7 +86,7 @@ CREATE TABLE task_outbox (
 	last_error    text,
 	-- The last column, so that reading the others of a large task doesn't read it.
 	payload       text    not null check (json_valid(payload))
-, run integer not null default 1, key_window integer, resolved_as text, error_group text) strict;
+, run integer not null default 1, key_window integer check (key_window > 0 and key_window < 1000000000000000), resolved_as text, error_group text) strict;
 
 CREATE TABLE task_stats (
 	minute      integer not null, -- Unix minutes
