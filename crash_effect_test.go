@@ -34,6 +34,7 @@ type effectOrder struct {
 	Point string // where the process kills itself, or empty
 	Seed  uint64
 	Park  bool
+	Mercy int // how much longer the process lives, as a factor
 }
 
 const effectEnv = "TASKBOX_TEST_EFFECT"
@@ -180,7 +181,7 @@ func (p *effectProcess) bank() {
 			return tx.Commit()
 		})
 	}
-	time.AfterFunc(time.Duration(30+p.random(200))*time.Millisecond, die)
+	time.AfterFunc(time.Duration(10+p.random(60))*time.Millisecond*time.Duration(p.order.Mercy), die)
 	if err := p.q.Drain(p.Context()); err != nil {
 		p.Fatal(err)
 	}
@@ -196,7 +197,7 @@ func TestCrash_Bank(t *testing.T) {
 	}
 	rng := rand.New(rand.NewPCG(seed, 2))
 	var ds []taskbox.Draft
-	for n := range 120 {
+	for n := range 200 {
 		m := transfer{N: n, From: rng.IntN(accounts), To: rng.IntN(accounts), Amount: rng.IntN(50)}
 		for _, how := range []string{"StepTx", "Once", "Complete"} {
 			ds = append(ds, bankTypes[how].New(m, taskbox.Priority(rng.IntN(3))))
@@ -210,7 +211,7 @@ func TestCrash_Bank(t *testing.T) {
 	}
 	kills := 0
 	for round := uint64(0); ; round++ {
-		_, killed := runEffect(t, effectOrder{Do: "bank", Path: f.path, Seed: seed + round})
+		_, killed := runEffect(t, effectOrder{Do: "bank", Path: f.path, Seed: seed + round, Mercy: 1 + int(round/10)})
 		f.wantInt(accounts*balance, `select sum(balance) from accounts`)
 		f.wantInt(0, `select count(*) from (select 1 from moves group by n, how having count(*) > 1)`)
 		if killed {
@@ -229,13 +230,13 @@ func TestCrash_Bank(t *testing.T) {
 				break
 			}
 		}
-		if round > 500 {
+		if round > 300 {
 			t.Fatalf("after %d kills there are still %s tasks", kills, f.one(`select count(*) from task_outbox where finished_at is null`))
 		}
 	}
 	t.Logf("%d kills; %d tasks were lost while they ran", kills, f.int(`select count(*) from task_audit where event = 'lost'`))
 	f.wantInt(int64(len(ds)), `select count(*) from task_outbox where status = 'success'`)
-	f.wantInt(3*120, `select count(*) from moves`)
+	f.wantInt(3*200, `select count(*) from moves`)
 	f.wantInt(0, `select count(*) from (select task_id from task_audit where event = 'success' group by task_id having count(*) > 1)`)
 	f.wantInt(0, `select count(*) from task_outbox where version <> (select count(*) from task_audit where task_id = id)`)
 	if kills < 3 {
