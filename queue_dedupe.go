@@ -55,5 +55,7 @@ select ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?7, ?8, ?9, coalesce(max(seq), 0) + 1
 from main.task_dedupe where kind = ?1 and task_id = ?2 and ?1 = 'step'
 on conflict (kind, task_id, name) do update set
 	state = excluded.state, by_task = excluded.by_task, attempt = excluded.attempt,
-	updated_at = excluded.updated_at, error = excluded.error, result = excluded.result`
+	updated_at = excluded.updated_at, error = excluded.error, result = excluded.result
+-- What is done stays done: a failure may be that of a commit which went through.
+where task_dedupe.state not in ('done', 'skipped') or excluded.state = 'done'`
 )
