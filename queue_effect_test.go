@@ -537,7 +537,7 @@ func TestStep_Park_Decided(t *testing.T) {
 // A key for a header is the same in all attempts and runs of a task, and differs
 // between tasks and steps.
 func TestTask_IdempotencyKey(t *testing.T) {
-	bubble(t, taskbox.Options{}, func(f *fixture) {
+	bubble(t, taskbox.Options{Workers: 1}, func(f *fixture) {
 		keys := map[int64][]string{}
 		typ := f.does("x", func(ctx context.Context, task *taskbox.Task[string]) error {
 			keys[task.ID] = append(keys[task.ID], task.IdempotencyKey("a")+" "+task.IdempotencyKey("b"))
