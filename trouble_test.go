@@ -721,7 +721,7 @@ func TestQueue_Run_PoolExhausted(t *testing.T) {
 
 // Run ends though the application keeps the other connections for good.
 func TestQueue_Run_StopWithPoolExhausted(t *testing.T) {
-	for _, conns := range []int{1, 4} {
+	for _, conns := range []int{4, 10} {
 		t.Run(fmt.Sprint(conns), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				path := t.TempDir() + "/t.db"
