@@ -322,7 +322,7 @@ func TestOnce_Concurrent(t *testing.T) {
 		}
 		f.run()
 		other.run()
-		time.Sleep(2 * time.Hour)
+		time.Sleep(10 * time.Minute)
 		f.wantInt(100, `select count(*) from task_outbox where status = 'success'`)
 		f.wantEffects("0", "1", "2")
 		if n := ran.Load(); n != 4 {

@@ -334,7 +334,7 @@ func TestQueue_Cancel_Running(t *testing.T) {
 				if !strings.Contains(who, "at once") {
 					time.Sleep(11 * time.Second)
 				}
-				for m.ran.count("run") == 0 {
+				for m.ran.count("waits") == 0 {
 					time.Sleep(time.Millisecond)
 				}
 				q := m.q
@@ -379,7 +379,7 @@ func TestQueue_Cancel_Outcomes(t *testing.T) {
 				if err := f.q.Cancel(f.Context(), id, byAnn); err != nil {
 					t.Fatal(err)
 				}
-				time.Sleep(time.Hour)
+				time.Sleep(5 * time.Minute)
 				f.wantTrail(id, "picked processing cancelled")
 				f.wantStatus(id, "cancelled")
 				f.wantInt(0, `select sum(success + retried + dead + skipped) from task_stats`)
@@ -409,7 +409,7 @@ func TestQueue_Cancel_Replay(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		time.Sleep(time.Hour)
+		time.Sleep(5 * time.Minute)
 		f.wantTrail(id, "picked processing cancelled replayed picked processing success")
 		f.wantWhole()
 	})
@@ -459,7 +459,7 @@ func TestQueue_Replay_Group(t *testing.T) {
 				if r.count("first") != 1 {
 					t.Error("the replayed task doesn't wait for the one of its group that runs")
 				}
-				time.Sleep(3 * time.Hour)
+				time.Sleep(20 * time.Minute)
 				synctest.Wait()
 				f.wantStatus(first, "success")
 				f.wantInt(0, `select count(*) from task_outbox where finished_at is null`)

@@ -58,6 +58,7 @@ func (m *manual) handle(ctx context.Context, task *taskbox.Task[string]) error {
 	case "skip":
 		return taskbox.Skip("no need")
 	case "run":
+		defer m.ran.start("waits")()
 		select {
 		case <-m.release:
 		case <-ctx.Done():
